@@ -1,0 +1,462 @@
+"""`recsa_attention`: the operator at the heart of RecSA, its PyTorch reference, and the choice of backend.
+
+The reference is the definition: plain, vectorised over queries, blockwise (nothing of size N x N or N x M x heads is ever
+alive), differentiable in queries, keys, values and, through them, the pooler. It reads level tensors and never touches
+caches, padding or modules.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+from .tree_recsa_qwen3 import Levels, TreeGeometry, accumulation_dtype
+
+# Elements that one temporary of the reference may hold: few enough to stay in a CPU's cache, enough to fill a GPU.
+_BLOCK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
+# Elements of the token-level matrix that `return_weights` may build (4 GiB in float32).
+_MAX_WEIGHTS = 1 << 30
+
+# query [S, H, W, D], key and value [S, H_kv, P, D] (both rotated), mask [S, 1, W, P] bool or None (= causal) -> [S, H, W, D]
+DenseAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+Selection = Mapping[int, torch.Tensor]
+
+
+class RecSAOutput(NamedTuple):
+    """What `recsa_attention` returns.
+
+    Attributes:
+        output: `[S, H, W, D]` in the dtype of the queries; zeros past a sequence's end.
+        selection: level (>= 1) -> chosen nodes `[S, H_kv, W, k]` int64, ascending, -1 where a query chose none.
+        weights: the token-level matrix A `[S, H, W, N]` in the accumulation dtype, or `None`. [paper]
+        backend: what ran: "dense", "reference" or "dense+reference".
+    """
+
+    output: torch.Tensor
+    selection: dict[int, torch.Tensor] | None
+    weights: torch.Tensor | None
+    backend: str
+
+
+_rotary_tables: dict[tuple[str, str], tuple[torch.Tensor, torch.Tensor]] = {}
+
+
+def rotary_tables(config, device: torch.device, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine of the positions 0 ... length - 1, made in float32 from integers, the attention factor included.
+
+    Computed from the configuration at first use and shared, rather than kept in a buffer: a buffer would be cast by
+    `model.half()` and be garbage after a load through the meta device.
+
+    Args:
+        config: any configuration that the installed `Qwen3RotaryEmbedding` accepts.
+        device: where the tables go.
+        length: positions needed.
+
+    Returns:
+        cos and sin, `[>= length, D]` float32.
+    """
+    fields = [config.rope_parameters, config.head_dim, config.max_position_embeddings]
+    key = (str(device), json.dumps(fields, sort_keys=True, default=str))
+    tables = _rotary_tables.get(key)
+    if tables is None or len(tables[0]) < length:
+        size = 1 << max(length - 1, 255).bit_length()
+        with torch.device("cpu"), torch.inference_mode(False), torch.no_grad():
+            cos, sin = Qwen3RotaryEmbedding(config=config)(torch.empty(0, dtype=torch.float32), torch.arange(size)[None])
+        while len(_rotary_tables) >= 16:
+            _rotary_tables.pop(next(iter(_rotary_tables)))
+        tables = _rotary_tables[key] = (cos[0].to(device), sin[0].to(device))
+    return tables
+
+
+def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding in the dtype of `states` (`[..., D]`, tables broadcast against it), halves paired as in Qwen3."""
+    first, second = states.chunk(2, -1)
+    return states * cos.to(states.dtype) + torch.cat((-second, first), -1) * sin.to(states.dtype)
+
+
+def recsa_attention(
+    query: torch.Tensor,
+    levels: Levels,
+    starts: Sequence[int],
+    counts: Sequence[int],
+    geometry: TreeGeometry,
+    rope: tuple[torch.Tensor, torch.Tensor],
+    *,
+    scaling: float | None = None,
+    dense_attention: DenseAttention | None = None,
+    dropout: float = 0.0,
+    selection: Selection | None = None,
+    return_selection: bool = False,
+    return_weights: bool = False,
+    backend: str = "auto",
+    block_elements: int | None = None,
+) -> RecSAOutput:
+    """Recursive Sparse Attention of new queries over the tokens of their own sequences.
+
+    Sequence s has `starts[s]` older tokens; its queries j = 0 ... counts[s] - 1 stand at logical positions
+    t = starts[s] + j, and `levels` already holds all starts[s] + counts[s] tokens. A query with t + 1 <= M attends
+    densely; any other walks the tree from `geometry.depth(t)` down to the tokens. [paper; limits: our decision]
+
+    Args:
+        query: before RoPE, `[S, H, W, D]`, W >= max(counts).
+        levels: keys before RoPE and values per level, `[S, H_kv, n_l, D]`, up to the depth of the last query.
+        starts, counts: S ints each.
+        geometry: r, k, s, M.
+        rope: cos and sin tables `[>= M, D]` (all positions where `top_k` is `None`), float32.
+        scaling: factor on the logits, D ** -0.5 by default.
+        dense_attention: runs the dense queries; scaled_dot_product_attention by default.
+        dropout: probability with which attention weights are dropped, within each level.
+        selection: chosen nodes per level as returned before, instead of choosing.
+        return_selection: also returns the chosen nodes.
+        return_weights: also returns the token-level matrix A; for short inputs.
+        backend: "auto", "reference" or "triton".
+        block_elements: most elements of one temporary; by device where `None`.
+
+    Returns:
+        `RecSAOutput`.
+
+    Raises:
+        ValueError: a backend that is not available, a selection that does not fit the tree, or a matrix A that is
+            too large.
+    """
+    check_backend(backend)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    job = _Reference(query, levels, tuple(starts), tuple(counts), geometry, rope, scaling, dropout)
+    job.block_elements = block_elements or _BLOCK_ELEMENTS.get(query.device.type, 1 << 22)
+    job.given = selection
+    if return_weights:
+        job.allocate_weights()
+    dense = job.run_dense(dense_attention)
+    sparse = job.run_sparse(keep_selection=return_selection)
+    if return_weights:
+        job.weigh_values()
+    ran = [name for name, did in (("dense", dense), ("reference", sparse)) if did]
+    return RecSAOutput(
+        job.assemble(), job.chosen if return_selection else None, job.weights, "+".join(ran) or "dense"
+    )
+
+
+def check_backend(backend: str) -> None:
+    """Refuses a backend that this version does not have; "auto" and "reference" run the PyTorch reference."""
+    if backend == "triton":
+        raise ValueError(
+            "recsa_backend='triton': this version has no Triton kernels; use 'auto' or 'reference' (PyTorch)."
+        )
+    if backend not in ("auto", "reference"):
+        raise ValueError(f"recsa_backend={backend!r}: must be 'auto', 'triton' or 'reference'.")
+
+
+class _Reference:
+    """One call of the operator: the inputs, and the pieces of the output `[rows, columns] -> [S', H_kv, w, G, D]`."""
+
+    block_elements: int
+    given: Selection | None = None
+
+    def __init__(self, query, levels, starts, counts, geometry, rope, scaling, dropout):
+        kv_heads = levels.keys[0].shape[1]
+        self.query = query.unflatten(1, (kv_heads, -1)).transpose(2, 3)  # [S, H_kv, W, G, D]
+        self.levels = levels
+        self.starts, self.counts = starts, counts
+        self.geometry = geometry
+        self.scaling = scaling
+        self.dropout = dropout
+        self.dtype = accumulation_dtype(query.dtype)
+        self.cos, self.sin = (table.to(self.dtype) for table in rope)
+        self.pieces: list[tuple[list[int], int, torch.Tensor]] = []
+        self.chosen: dict[int, torch.Tensor] = {}
+        self.weights: torch.Tensor | None = None
+
+    # ---- dense queries -----------------------------------------------------------------------------------------
+
+    def run_dense(self, dense_attention: DenseAttention | None) -> bool:
+        """Queries with t + 1 <= M: ordinary causal attention over the tokens, in the dtype of the queries."""
+        limit = self.geometry.top_capacity
+        dense = [
+            count if self.geometry.top_k is None else max(min(limit - start, count), 0)
+            for start, count in zip(self.starts, self.counts, strict=True)
+        ]
+        rows = [s for s, number in enumerate(dense) if number]
+        if not rows:
+            return False
+        width, tokens = max(dense), max(self.starts[s] + dense[s] for s in rows)
+        query = _take_rows(self.query[:, :, :width], rows)
+        key = _take_rows(self.levels.keys[0][:, :, :tokens], rows)
+        value = _take_rows(self.levels.values[0][:, :, :tokens], rows)
+        start = torch.tensor([self.starts[s] for s in rows], device=query.device)
+        position = start[:, None] + torch.arange(width, device=query.device)  # [S', w]
+        # a slot past the row's end stands beyond the table and is discarded below
+        slot = position.clamp(max=tokens - 1)[:, None, :, None]
+        query = rotate(query, self.cos[slot], self.sin[slot])
+        key = rotate(key, self.cos[:tokens], self.sin[:tokens])
+        mask = torch.arange(tokens, device=query.device) <= position[:, None, :, None]  # [S', 1, w, P]
+        same = len({(self.starts[s], dense[s]) for s in rows}) == 1
+        if self.weights is not None:
+            logits = query.flatten(2, 3).to(self.dtype) @ key.to(self.dtype).transpose(-1, -2)
+            logits = (logits * self.scaling).unflatten(2, (width, -1))
+            weights = torch.softmax(logits.masked_fill(~mask[..., None, :], float("-inf")), -1)
+            for index, s in enumerate(rows):
+                self._spread([s], 0, dense[s], weights[index : index + 1, :, : dense[s]], None, 0)
+            return True
+        attend = dense_attention or self._scaled_dot_product
+        causal = same and self.starts[rows[0]] == 0  # square: the callee's own causal flag is the fast way
+        alone = same and width == 1  # one query reads all keys
+        heads = query.transpose(2, 3).flatten(1, 2)
+        out = attend(heads, key, value, None if causal or alone else mask)
+        out = out.unflatten(1, (key.shape[1], -1)).transpose(2, 3)
+        if same:
+            self.pieces.append((rows, 0, out))
+            return True
+        for index, s in enumerate(rows):
+            self.pieces.append(([s], 0, out[index : index + 1, :, : dense[s]]))
+        return True
+
+    def _scaled_dot_product(self, query, key, value, mask):
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            dropout_p=self.dropout,
+            is_causal=mask is None and query.shape[2] > 1,
+            scale=self.scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+
+    # ---- sparse queries ----------------------------------------------------------------------------------------
+
+    def run_sparse(self, keep_selection: bool) -> bool:
+        """Queries with t + 1 > M, in blocks of equal depth."""
+        ran = False
+        recompute = torch.is_grad_enabled() and any(
+            tensor.requires_grad for tensor in (self.query, *self.levels.keys, *self.levels.values)
+        )
+        for rows, begin, end, depth in self._blocks():
+            ran = True
+            if recompute and self.weights is None:
+                # the gathered entries of all blocks together would be N x C x D
+                out = checkpoint(self._walk, rows, begin, end, depth, keep_selection, use_reentrant=False)
+            else:
+                out = self._walk(rows, begin, end, depth, keep_selection)
+            self.pieces.append((rows, begin, out))
+        return ran
+
+    def _blocks(self) -> Iterator[tuple[list[int], int, int, int]]:
+        """(rows, first column, end, depth): in each block all queries start at the same level."""
+        if self.geometry.top_k is None:
+            return
+        borders: set[int] = set()
+        for start, count in zip(self.starts, self.counts, strict=True):
+            first = max(self.geometry.top_capacity - start, 0)
+            if first >= count:
+                continue
+            borders |= {first, count}
+            last_depth = self.geometry.depth(start + count - 1)
+            for depth in range(2, last_depth + 1):
+                column = self.geometry.first_position(depth) - start
+                if first < column < count:
+                    borders.add(column)
+        edges = sorted(borders)
+        for begin, end in zip(edges, edges[1:], strict=False):
+            by_depth: dict[int, list[int]] = {}
+            for s, (start, count) in enumerate(zip(self.starts, self.counts, strict=True)):
+                if begin < count and not self.geometry.is_dense(start + begin):
+                    by_depth.setdefault(self.geometry.depth(start + begin), []).append(s)
+            for depth, rows in by_depth.items():
+                step = self._block_width(len(rows))
+                for column in range(begin, end, step):
+                    yield rows, column, min(column + step, end), depth
+
+    def _block_width(self, rows: int) -> int:
+        kv_heads, group, head_dim = self.query.shape[1], self.query.shape[3], self.query.shape[4]
+        candidates = self.geometry.max_candidates * max(head_dim, group)
+        per_query = rows * kv_heads * max(candidates, self.geometry.top_capacity * group)
+        return max(self.block_elements // per_query, 1)
+
+    def _walk(self, rows: list[int], begin: int, end: int, depth: int, keep_selection: bool) -> torch.Tensor:
+        """One block from its top level down to the tokens: the output `[S', H_kv, w, G, D]`."""
+        r, k = self.geometry.branching, self.geometry.top_k
+        assert k is not None
+        query = _take_rows(self.query[:, :, begin:end], rows).to(self.dtype)
+        device = query.device
+        start = torch.tensor([self.starts[s] for s in rows], device=device)
+        position = (start[:, None] + torch.arange(begin, end, device=device))[:, None]  # [S', 1, w]
+        parts: list[tuple[torch.Tensor, torch.Tensor]] = []  # (output [S', H_kv, w, G, D], log-sum-exp [S', H_kv, w, G])
+        spreads = []
+        chosen = None
+        for level in range(depth, -1, -1):
+            path = position // r**level
+            if chosen is None:  # the top: all nodes, the same for every query
+                number = path + 1
+                width = int((max(self.starts[s] for s in rows) + end - 1) // r**level)  # the path node is not scored
+                nodes = None
+                keys = _take_rows(self.levels.keys[level][:, :, :width], rows).to(self.dtype)
+                values = _take_rows(self.levels.values[level][:, :, :width], rows).to(self.dtype)
+                logits = self._logits_of_top(query, keys, number, level)
+            else:
+                number = (k - 1) * r + path - (position // r ** (level + 1)) * r + 1
+                nodes = (chosen[..., None] * r + torch.arange(r, device=device)).flatten(-2)  # [S', H_kv, w, C]
+                keys = self._gather(self.levels.keys[level], rows, chosen)
+                values = self._gather(self.levels.values[level], rows, chosen)
+                logits = self._logits_of_gathered(query, keys, number, level)
+            slots = torch.arange(logits.shape[-1], device=device)
+            if level == 0:
+                summed = (slots < number[..., None]).expand(*logits.shape[:3], -1)
+            else:
+                scored = slots < number[..., None] - 1  # all candidates but the path node
+                taken = self._choose(logits, scored, number, level, nodes, rows, begin, end)
+                others = taken.nonzero()[:, -1].view(*taken.shape[:3], k - 1)
+                if nodes is not None:
+                    others = nodes.gather(-1, others)
+                chosen = torch.cat((others, path[..., None].expand(*others.shape[:3], 1)), -1)
+                if keep_selection:
+                    self._keep_selection(level, rows, begin, end, chosen)
+                summed = scored & ~taken
+            logits = logits.masked_fill(~summed[..., None, :], float("-inf"))
+            total = torch.logsumexp(logits, -1)
+            weights = torch.softmax(logits, -1)
+            dropped = self._drop(weights)
+            if nodes is None:
+                out = (dropped.flatten(2, 3) @ values).unflatten(2, weights.shape[2:4])
+            else:
+                out = dropped @ values
+            parts.append((out, total))
+            if self.weights is not None:
+                spreads.append((level, weights, total, nodes))
+        totals = torch.stack([total for _, total in parts])
+        share = torch.softmax(totals, 0)
+        for index, (level, weights, _, nodes) in enumerate(spreads):
+            self._spread(rows, begin, end, weights * share[index][..., None], nodes, level)
+        return sum(out * share[index][..., None] for index, (out, _) in enumerate(parts))
+
+    def _logits_of_top(self, query, keys, number, level):
+        """`[S', H_kv, w, G, n]`: keys at positions 0, 1, ..., the query at the path node's."""
+        width = keys.shape[2]
+        keys = rotate(keys, self.cos[:width], self.sin[:width])
+        turned = self._turn(query, number)
+        logits = (turned.flatten(2, 3) @ keys.transpose(-1, -2)).unflatten(2, query.shape[2:4])
+        return logits * self.scaling + self._count_bias(level)
+
+    def _logits_of_gathered(self, query, keys, number, level):
+        """`[S', H_kv, w, G, C]` from gathered keys `[S', H_kv, w, C, D]`."""
+        width = keys.shape[3]
+        keys = rotate(keys, self.cos[:width], self.sin[:width])
+        return self._turn(query, number) @ keys.transpose(-1, -2) * self.scaling + self._count_bias(level)
+
+    def _turn(self, query, number):
+        index = (number - 1)[..., None]  # [S', 1, w, 1]
+        return rotate(query, self.cos[index], self.sin[index])
+
+    def _count_bias(self, level: int) -> float:
+        if not self.geometry.count_bias:
+            return 0.0
+        return level * float(torch.log(torch.tensor(float(self.geometry.branching), dtype=torch.float64)))
+
+    def _gather(self, states: torch.Tensor, rows: list[int], parents: torch.Tensor) -> torch.Tensor:
+        """The r children of each parent: `[S', H_kv, w, k]` -> `[S', H_kv, w, k * r, D]`, in the accumulation dtype."""
+        r, kv_heads = self.geometry.branching, states.shape[1]
+        groups = states.unflatten(2, (-1, r)).flatten(3)  # [S, H_kv, n / r, r * D]
+        number = groups.shape[2]
+        base = torch.tensor(rows, device=states.device)[:, None] * kv_heads + torch.arange(
+            kv_heads, device=states.device
+        )
+        # the path parent may have no complete child; what is read instead is masked
+        index = base[..., None, None] * number + parents.clamp(max=number - 1)
+        picked = groups.flatten(0, 2).index_select(0, index.flatten())
+        return picked.view(*parents.shape[:3], -1, states.shape[3]).to(self.dtype)
+
+    @torch.no_grad()
+    def _choose(self, logits, scored, number, level, nodes, rows, begin, end) -> torch.Tensor:
+        """Marks the k - 1 chosen candidates besides the path node, `[S', H_kv, w, n]` bool."""
+        slots = torch.arange(logits.shape[-1], device=logits.device)
+        if self.given is not None:
+            return self._chosen_before(slots, scored, level, nodes, rows, begin, end)
+        recent = self.geometry.recent
+        importance = torch.softmax(logits.masked_fill(~scored[..., None, :], float("-inf")), -1).sum(-2)
+        free = slots < number[..., None] - 1 - recent
+        importance = importance.masked_fill(~free, -1.0)
+        places = self.geometry.top_k - 1 - recent
+        threshold = importance.topk(places, -1).values[..., -1:]
+        above = importance > threshold
+        ties = importance == threshold
+        lowest_ties = ties & (ties.cumsum(-1) <= places - above.sum(-1, keepdim=True))
+        return above | lowest_ties | (scored & ~free)
+
+    def _chosen_before(self, slots, scored, level, nodes, rows, begin, end) -> torch.Tensor:
+        """The same marks from a selection made earlier."""
+        given = _take_rows(self.given[level][:, :, begin:end], rows).to(slots.device)  # [S', H_kv, w, k]
+        nodes = slots.expand(*given.shape[:3], -1) if nodes is None else nodes
+        place = torch.searchsorted(given.contiguous(), nodes.contiguous()).clamp(max=given.shape[-1] - 1)
+        taken = (given.gather(-1, place) == nodes) & scored
+        if not bool((taken.sum(-1) == self.geometry.top_k - 1).all()):
+            raise ValueError(
+                f"selection[{level}]: must hold top_k = {self.geometry.top_k} ascending nodes per sparse query, each a "
+                "candidate at its level, the query's own path node last."
+            )
+        return taken
+
+    def _drop(self, weights: torch.Tensor) -> torch.Tensor:
+        return F.dropout(weights, self.dropout) if self.dropout else weights
+
+    # ---- results -----------------------------------------------------------------------------------------------
+
+    def _keep_selection(self, level: int, rows: list[int], begin: int, end: int, chosen: torch.Tensor) -> None:
+        if level not in self.chosen:
+            shape = (*self.query.shape[:3], self.geometry.top_k)
+            self.chosen[level] = torch.full(shape, -1, dtype=torch.long, device=chosen.device)
+        self.chosen[level][rows, :, begin:end] = chosen
+
+    def allocate_weights(self) -> None:
+        """Prepares the token-level matrix A `[S, H_kv, W, G, N]`; refuses one that is too large."""
+        tokens = max(start + count for start, count in zip(self.starts, self.counts, strict=True))
+        shape = (*self.query.shape[:4], tokens)
+        if torch.Size(shape).numel() > _MAX_WEIGHTS:
+            raise ValueError(
+                f"output_attentions: the matrix of {self.query.shape[2]} queries by {tokens} tokens is too large; "
+                "ask for it on a shorter input, or use recsa_trace to see which nodes were chosen."
+            )
+        self.weights = self.query.new_zeros(shape, dtype=self.dtype)
+
+    def _spread(self, rows, begin, end, weights, nodes, level) -> None:
+        """Adds node weights `[S', H_kv, w, G, n]` to A, each spread evenly over its r^l tokens."""
+        assert self.weights is not None
+        span, tokens = self.geometry.branching**level, self.weights.shape[-1]
+        if nodes is not None:
+            width = max(tokens // span, int(nodes.max())) + 1
+            index = nodes[..., None, :].expand_as(weights)
+            weights = weights.new_zeros(*weights.shape[:-1], width).scatter_add(-1, index, weights)
+        spread = (weights / span).repeat_interleave(span, -1)[..., :tokens]
+        self.weights[rows, :, begin:end, :, : spread.shape[-1]] += spread
+
+    def weigh_values(self) -> None:
+        """The output as A . V, so that it depends on the matrix that is returned. [paper: the output equals A . V]"""
+        assert self.weights is not None
+        values = self.levels.values[0][:, :, : self.weights.shape[-1]].to(self.dtype)
+        out = self._drop(self.weights).flatten(2, 3) @ values
+        self.pieces = [(list(range(len(self.starts))), 0, out.unflatten(2, self.weights.shape[2:4]))]
+
+    def assemble(self) -> torch.Tensor:
+        """Joins the pieces to `[S, H, W, D]`; columns past a sequence's end are zero."""
+        sequences, kv_heads, width, group, head_dim = self.query.shape
+        if self.weights is not None:
+            self.weights = self.weights.transpose(2, 3).flatten(1, 2)
+        all_rows = list(range(sequences))
+        if all(rows == all_rows for rows, _, _ in self.pieces) and self.pieces:
+            pieces = [out.to(self.query.dtype) for _, _, out in sorted(self.pieces, key=lambda piece: piece[1])]
+            joined = torch.cat(pieces, 2) if len(pieces) > 1 else pieces[0]
+            joined = F.pad(joined, (0, 0, 0, 0, 0, width - joined.shape[2])) if joined.shape[2] < width else joined
+        else:
+            joined = self.query.new_zeros(self.query.shape)
+            for rows, begin, out in self.pieces:
+                joined[rows, :, begin : begin + out.shape[2]] = out.to(joined.dtype)
+        return joined.transpose(2, 3).flatten(1, 2)
+
+
+def _take_rows(states: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """The sequences `rows` of `[S, ...]`; no copy where they are all of them."""
+    if len(rows) == states.shape[0]:
+        return states
+    return states.index_select(0, torch.tensor(rows, device=states.device))

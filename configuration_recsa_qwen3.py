@@ -1,0 +1,136 @@
+"""Configuration of RecSA-Qwen3: every field of Qwen3 with its meaning unchanged, plus the `recsa_*` fields.
+
+This file is the only place where defaults and limits of the `recsa_*` fields are written. It never touches tensors.
+"""
+
+import os
+
+import transformers
+from packaging.version import Version
+from transformers import Qwen3Config
+
+OLDEST, BEYOND_NEWEST = Version("5.17"), Version("5.25.dev0")
+if not OLDEST <= Version(transformers.__version__) < BEYOND_NEWEST and not os.environ.get("RECSA_UNTESTED_TRANSFORMERS"):
+    # a renamed argument once made newer versions generate wrong tokens without an exception
+    raise ImportError(
+        f"RecSA-Qwen3 works with transformers >= {OLDEST} and < 5.25, found {transformers.__version__}; "
+        "install one of those, or set RECSA_UNTESTED_TRANSFORMERS=1 to try this one at your own risk."
+    )
+
+AUTO_MAP = {
+    "AutoConfig": "configuration_recsa_qwen3.RecSAQwen3Config",
+    "AutoModel": "modeling_recsa_qwen3.RecSAQwen3Model",
+    "AutoModelForCausalLM": "modeling_recsa_qwen3.RecSAQwen3ForCausalLM",
+    "AutoModelForSequenceClassification": "modeling_recsa_qwen3.RecSAQwen3ForSequenceClassification",
+    "AutoModelForTokenClassification": "modeling_recsa_qwen3.RecSAQwen3ForTokenClassification",
+    "AutoModelForQuestionAnswering": "modeling_recsa_qwen3.RecSAQwen3ForQuestionAnswering",
+}
+BACKENDS = ("auto", "triton", "reference")
+# RoPE types whose frequencies do not depend on the length of the prompt; the others ("dynamic", "longrope") would let
+# a later token change what an earlier query selected.
+ROPE_TYPES = ("default", "linear", "yarn", "llama3")
+
+
+class RecSAQwen3Config(Qwen3Config):
+    """Qwen3's configuration with the fields of Recursive Sparse Attention (arXiv 2611.07232).
+
+    Args:
+        recsa_branching (`int`, defaults to 16): r, children per node; a power of two >= 2. [default: our decision]
+        recsa_top_k (`int` or `None`, defaults to 128): k, most nodes selected per level, the path node included;
+            `None` selects everything: dense attention at every length. [default: our decision]
+        recsa_recent (`int`, defaults to 1): s, candidates just before the path node that are always selected;
+            0 <= s <= k - 2. [our decision]
+        recsa_top_capacity (`int` or `None`, defaults to 8192): M, most candidates at the top level, M >= k * r; up to
+            M tokens attention is exactly dense. `None` means k * r. [our decision]
+        recsa_count_bias (`bool`, defaults to `False`): adds l * ln(r) to the logits of level l. [our decision: off]
+        recsa_backend (`str`, defaults to `"auto"`): `"auto"`, `"triton"` or `"reference"`; which implementation runs.
+        recsa_prefill_chunk (`int`, defaults to 4096): tokens per chunk when a long prompt fills a cache without
+            gradients; bounds activations and never changes results beyond rounding. [our decision]
+        **kwargs: every field of `Qwen3Config`.
+
+    Raises:
+        ValueError: for a field with an impossible value, a sliding window, or a RoPE type whose frequencies depend on
+            the prompt's length; the message names the field and the fix.
+    """
+
+    model_type = "recsa_qwen3"
+    def __init__(
+        self,
+        recsa_branching: int = 16,
+        recsa_top_k: int | None = 128,
+        recsa_recent: int = 1,
+        recsa_top_capacity: int | None = 8192,
+        recsa_count_bias: bool = False,
+        recsa_backend: str = "auto",
+        recsa_prefill_chunk: int = 4096,
+        **kwargs,
+    ):
+        self.recsa_branching = recsa_branching
+        self.recsa_top_k = recsa_top_k
+        self.recsa_recent = recsa_recent
+        self.recsa_top_capacity = recsa_top_capacity
+        self.recsa_count_bias = recsa_count_bias
+        self.recsa_backend = recsa_backend
+        self.recsa_prefill_chunk = recsa_prefill_chunk
+        self._check_window(kwargs)
+        super().__init__(**kwargs)
+        # saving one head writes only its own entry, and a Hub load adds the origin's name to each: neither may survive
+        self.auto_map = {**(getattr(self, "auto_map", None) or {}), **AUTO_MAP}
+        self.check_recsa()
+
+    @staticmethod
+    def _check_window(fields: dict) -> None:
+        """Refuses Qwen3's sliding window: a window and a selection would both decide what a query reads."""
+        layer_types = fields.get("layer_types") or ()
+        if fields.get("use_sliding_window") or any(kind != "full_attention" for kind in layer_types):
+            raise ValueError(
+                "use_sliding_window / layer_types: RecSA selects what a query reads and supports full attention only; "
+                "set use_sliding_window=False and leave layer_types out."
+            )
+
+    def check_recsa(self) -> None:
+        """Refuses impossible values by name.
+
+        Called at construction and again before each forward, since a loaded configuration may be edited.
+
+        Raises:
+            ValueError: names the field, the value and the fix.
+        """
+
+        def require(condition: bool, field: str, fix: str) -> None:
+            if not condition:
+                raise ValueError(f"{field}={getattr(self, field)!r}: {fix}")
+
+        def is_int(value) -> bool:
+            return isinstance(value, int) and not isinstance(value, bool)
+
+        r, k, s, m = self.recsa_branching, self.recsa_top_k, self.recsa_recent, self.recsa_top_capacity
+        require(is_int(r) and r >= 2 and r & (r - 1) == 0, "recsa_branching", "must be a power of two >= 2.")
+        require(k is None or (is_int(k) and k >= 2), "recsa_top_k", "must be an int >= 2, or None for dense attention.")
+        require(is_int(s) and s >= 0, "recsa_recent", "must be an int >= 0.")
+        require(k is None or s <= k - 2, "recsa_recent", f"must be at most recsa_top_k - 2 = {(k or 2) - 2}.")
+        require(m is None or (is_int(m) and m >= 1), "recsa_top_capacity", "must be an int >= 1, or None for k * r.")
+        require(
+            m is None or k is None or m >= k * r,
+            "recsa_top_capacity",
+            f"must be at least recsa_top_k * recsa_branching = {(k or 1) * r}, or None for that value.",
+        )
+        require(isinstance(self.recsa_count_bias, bool), "recsa_count_bias", "must be True or False.")
+        require(self.recsa_backend in BACKENDS, "recsa_backend", f"must be one of {', '.join(BACKENDS)}.")
+        chunk = self.recsa_prefill_chunk
+        require(is_int(chunk) and chunk >= 1, "recsa_prefill_chunk", "must be an int >= 1.")
+        require(
+            self.num_attention_heads % self.num_key_value_heads == 0,
+            "num_key_value_heads",
+            f"must divide num_attention_heads = {self.num_attention_heads}.",
+        )
+        rope_type = (self.rope_parameters or {}).get("rope_type", "default")
+        require(
+            rope_type in ROPE_TYPES,
+            "rope_parameters",
+            f"rope_type {rope_type!r} is not supported; use one of {', '.join(ROPE_TYPES)} "
+            "(RecSA never uses a position above recsa_top_capacity, so no long-context RoPE is needed).",
+        )
+
+
+RecSAQwen3Config.register_for_auto_class()

@@ -1,0 +1,692 @@
+"""RecSA-Qwen3: Qwen3 whose attention walks a tree over its keys and values.
+
+The entry file for `trust_remote_code`: attention module, decoder layer, model and heads, and `recsa_trace`. The operator,
+the tree, the cache and the bookkeeping of rows live in the sibling modules, which this file imports one by one because
+older loaders copy only the entry file's direct imports. Nothing here decides what a query reads.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from transformers import initialization as init
+from transformers.generation import GenerationMixin
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+    QuestionAnsweringModelOutput,
+    SequenceClassifierOutputWithPast,
+    TokenClassifierOutput,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
+from transformers.utils import can_return_tuple, logging
+
+from .attention_recsa_qwen3 import RecSAOutput, check_backend, recsa_attention, rotary_tables
+from .cache_recsa_qwen3 import RecSACache
+from .configuration_recsa_qwen3 import RecSAQwen3Config
+from .rows_recsa_qwen3 import Rows, rows_of_batch
+from .tree_recsa_qwen3 import RecSAPooler, TreeGeometry, build_levels
+
+logger = logging.get_logger(__name__)
+
+# From 5.24 outputs call the cache `cache`, before `past_key_values`.
+CACHE_FIELD = (
+    "cache" if "cache" in {field.name for field in dataclasses.fields(BaseModelOutputWithPast)} else "past_key_values"
+)
+
+
+def eager_attention(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
+    """Dense attention with its logits in memory, as stock Qwen3's eager path: softmax in float32.
+
+    Shapes as for every function of `ALL_ATTENTION_FUNCTIONS`: query `[B, H, T, D]`, key and value `[B, H_kv, N, D]`,
+    `attention_mask` bool (True = read) or `None` for causal; returns `[B, T, H, D]` and the weights.
+    """
+    key = key.repeat_interleave(module.num_key_value_groups, 1)
+    value = value.repeat_interleave(module.num_key_value_groups, 1)
+    logits = query @ key.transpose(2, 3) * scaling
+    if attention_mask is None:
+        queries, keys = logits.shape[-2:]
+        attention_mask = torch.ones(queries, keys, dtype=torch.bool, device=logits.device).tril(keys - queries)
+    logits = logits.masked_fill(~attention_mask, torch.finfo(logits.dtype).min)
+    weights = torch.softmax(logits, -1, dtype=torch.float32).to(query.dtype)
+    weights = nn.functional.dropout(weights, dropout, module.training)
+    return (weights @ value).transpose(1, 2), weights
+
+
+class RecSAQwen3Attention(nn.Module):
+    """Qwen3's attention projections around `recsa_attention`.
+
+    Attributes:
+        last_backend: what ran in the last forward: "dense", "reference" or "dense+reference"; `None` before.
+        trace: the active `RecSATrace`, if any.
+    """
+
+    def __init__(self, config: RecSAQwen3Config, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = self.head_dim**-0.5
+        self.attention_dropout = config.attention_dropout
+        self.is_causal = True
+        heads, kv_heads, bias = config.num_attention_heads, config.num_key_value_heads, config.attention_bias
+        self.q_proj = nn.Linear(config.hidden_size, heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=bias)
+        self.q_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.pooler = RecSAPooler(kv_heads, config.recsa_branching, self.head_dim)
+        self.last_backend: str | None = None
+        self.trace: RecSATrace | None = None
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        rows: Rows | None = None,
+        cache: RecSACache | None = None,
+        output_attentions: bool = False,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attends from `hidden_states` `[B, T, hidden]`.
+
+        Args:
+            hidden_states: the layer's normalised input.
+            rows: which columns are which sequence's tokens; every column a token of its row where `None`.
+            cache: appended to, where given.
+            output_attentions: also returns the matrix A `[B, H, T, columns seen + T]`.
+
+        Returns:
+            `[B, T, hidden]`, and A or `None`.
+        """
+        batch, width = hidden_states.shape[:2]
+        if rows is None:
+            rows = Rows.whole(batch, width, cache.layers[self.layer_idx].history.lengths if cache is not None else None)
+        heads = (batch, width, -1, self.head_dim)
+        query = rows.gather(self.q_norm(self.q_proj(hidden_states).view(heads)).transpose(1, 2))
+        key = rows.gather(self.k_norm(self.k_proj(hidden_states).view(heads)).transpose(1, 2))
+        value = rows.gather(self.v_proj(hidden_states).view(heads).transpose(1, 2))
+
+        geometry = TreeGeometry.from_config(self.config)
+        longest = max(rows.lengths)
+        depth = geometry.depth(max(longest - 1, 0))
+        if cache is not None:
+            levels = cache.layers[self.layer_idx].append(key, value, rows, width, self.pooler)
+        else:
+            levels = build_levels(key, value, self.pooler, geometry.branching, depth)
+        positions = longest if geometry.top_k is None else geometry.top_capacity
+        result = recsa_attention(
+            query,
+            levels,
+            rows.starts,
+            rows.counts,
+            geometry,
+            rotary_tables(self.config, query.device, positions),
+            scaling=self.scaling,
+            dense_attention=self._attend_densely,
+            dropout=self.attention_dropout if self.training else 0.0,
+            return_selection=self.trace is not None,
+            return_weights=output_attentions,
+            backend=self.config.recsa_backend,
+        )
+        self.last_backend = result.backend
+        if self.trace is not None:
+            self.trace.record(self.layer_idx, rows, result)
+        output = self.o_proj(rows.scatter(result.output).transpose(1, 2).reshape(batch, width, -1))
+        if depth == 0 and torch.is_grad_enabled() and self.training and self.pooler.proj.requires_grad:
+            output = output + self.pooler.unused().to(output.dtype)
+        if not output_attentions:
+            return output, None
+        return output, self._weights_by_column(result.weights, rows, width, cache)
+
+    def _attend_densely(self, query, key, value, mask):
+        """Dense queries `[S, H, W, D]` through the attention implementation that the user chose."""
+        implementation = self.config._attn_implementation
+        attend = eager_attention if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
+        dropout = self.attention_dropout if self.training else 0.0
+        return attend(self, query, key, value, mask, dropout=dropout, scaling=self.scaling)[0].transpose(1, 2)
+
+    def _weights_by_column(self, weights, rows, width, cache) -> torch.Tensor:
+        """A over the columns that the caller sees: padding read with weight 0."""
+        if len(rows.starts) != weights.shape[0] or (not rows.is_whole and len(rows.column_mask) != len(rows.starts)):
+            raise ValueError("output_attentions: not available for packed documents; run them as separate rows.")
+        weights = rows.scatter(weights)
+        if cache is not None:
+            position = cache.layers[self.layer_idx].history.column_positions()
+        elif rows.column_mask is None:
+            return weights.to(self.o_proj.weight.dtype)
+        else:
+            position = torch.where(rows.column_mask, rows.column_mask.cumsum(1) - 1, -1)
+        position = position.to(weights.device)[:, None, None, :]
+        index = position.clamp(min=0).expand(*weights.shape[:3], -1)
+        return torch.where(position >= 0, weights.gather(-1, index), 0).to(self.o_proj.weight.dtype)
+
+
+class RecSAQwen3DecoderLayer(GradientCheckpointingLayer):
+    """Qwen3's decoder layer around `RecSAQwen3Attention`."""
+
+    def __init__(self, config: RecSAQwen3Config, layer_idx: int):
+        super().__init__()
+        self.hidden_size = config.hidden_size
+        self.self_attn = RecSAQwen3Attention(config, layer_idx)
+        self.mlp = Qwen3MLP(config)
+        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        rows: Rows | None = None,
+        cache: RecSACache | None = None,
+        output_attentions: bool = False,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`[B, T, hidden]` to the same shape, and A or `None`; see `RecSAQwen3Attention.forward`."""
+        attended, weights = self.self_attn(self.input_layernorm(hidden_states), rows, cache, output_attentions)
+        hidden_states = hidden_states + attended
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states)), weights
+
+
+class RecSAQwen3PreTrainedModel(PreTrainedModel):
+    config_class = RecSAQwen3Config
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["RecSAQwen3DecoderLayer"]
+    _skip_keys_device_placement = ["cache", "past_key_values"]
+    _supports_sdpa = True
+    _supports_flash_attn = False
+    _supports_flex_attn = False
+    _supports_attention_backend = True
+    _can_compile_fullgraph = False
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, RecSAPooler):
+            # through transformers' functions, which leave loaded parameters alone
+            init.zeros_(module.query)
+            init.zeros_(module.slot_bias)
+            eye = torch.eye(module.proj.shape[-1], dtype=module.proj.dtype, device=module.proj.device)
+            init.copy_(module.proj, eye.expand_as(module.proj))
+
+    @property
+    def last_backend(self) -> str | None:
+        """What ran in the last forward, over all layers: "dense", "reference", "dense+reference"; `None` before."""
+        ran = {m.last_backend for m in self.modules() if isinstance(m, RecSAQwen3Attention) and m.last_backend}
+        return "+".join(sorted({name for backend in ran for name in backend.split("+")})) or None
+
+
+class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
+    """The decoder without a head. Weights have exactly Qwen3's names, plus `layers.{i}.self_attn.pooler.*`."""
+
+    def __init__(self, config: RecSAQwen3Config):
+        super().__init__(config)
+        self.padding_idx = config.pad_token_id
+        self.vocab_size = config.vocab_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
+        self.layers = nn.ModuleList(RecSAQwen3DecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    # lengths are Python integers on this path, so a compiled forward would be compiled anew at every step
+    @torch.compiler.disable
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: RecSACache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        past_key_values: RecSACache | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        prefill_chunk_size: int | None = None,
+        hidden_to_keep: int = 0,
+        **kwargs,
+    ) -> BaseModelOutputWithPast:
+        """Runs the decoder.
+
+        Args:
+            input_ids: `[B, T]`; or `inputs_embeds` `[B, T, hidden]`.
+            attention_mask: `[B, cached columns + T]`, 0 at padding (either side), or `None`.
+            position_ids: `[B, T]`; checked for order, restarts at 0 begin packed documents. RecSA places tokens itself.
+            cache: a `RecSACache`; also accepted as `past_key_values`.
+            use_cache: whether a cache is made and returned; the configuration's value where `None`, but not in
+                training.
+            output_attentions: also returns the token-level matrices A `[B, H, T, N]`; for short inputs.
+            output_hidden_states: also returns all hidden states.
+            prefill_chunk_size: tokens per chunk, `config.recsa_prefill_chunk` where `None`; with a cache and without
+                gradients.
+            hidden_to_keep: returns only the last n hidden states; 0 = all.
+
+        Raises:
+            ValueError, TypeError: inputs that cannot be honoured; the message names the argument and the fix.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("Pass exactly one of input_ids or inputs_embeds.")
+        if cache is not None and past_key_values is not None:
+            raise ValueError("cache and past_key_values are two names of one argument; pass one of them.")
+        cache = cache if cache is not None else past_key_values
+        self.config.check_recsa()
+        check_backend(self.config.recsa_backend)
+        self._check_cache(cache)
+        output_attentions = self.config.output_attentions if output_attentions is None else output_attentions
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        recomputes = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+        if recomputes and (cache is not None or use_cache):
+            logger.warning_once("use_cache: a cache cannot be filled under gradient checkpointing; it is left out.")
+            cache, use_cache = None, False
+        if use_cache is None:
+            use_cache = self.config.use_cache and not (self.training and torch.is_grad_enabled())
+
+        source = inputs_embeds if inputs_embeds is not None else input_ids
+        batch, width = source.shape[:2]
+        if width == 0:
+            raise ValueError("input_ids: no new tokens; pass at least one.")
+        history = cache.history if cache is not None else None
+        rows = rows_of_batch(batch, width, attention_mask, position_ids, kwargs.get("cu_seq_lens_q"), history)
+        packed = len(rows.starts) != batch
+        if packed and cache is not None:
+            raise ValueError("position_ids: packed documents cannot be kept in a cache; pass cache=None.")
+        if use_cache and cache is None and not packed:
+            cache = RecSACache(self.config)
+
+        trace = self.layers[0].self_attn.trace if len(self.layers) else None
+        chunk = prefill_chunk_size or self.config.recsa_prefill_chunk
+        in_chunks = cache is not None and not torch.is_grad_enabled() and not (output_attentions or output_hidden_states)
+        parts = rows.split(chunk) if in_chunks and width > chunk else [(slice(0, width), rows)]
+        kept: list[torch.Tensor] = []
+        for part, part_rows in parts:
+            if trace is not None:
+                trace.begin()
+            states = inputs_embeds[:, part] if inputs_embeds is not None else self.embed_tokens(input_ids[:, part])
+            states, all_states, all_weights = self._run(
+                states, part_rows, cache, use_cache, output_attentions, output_hidden_states
+            )
+            kept.append(states)
+            if hidden_to_keep:
+                kept = [torch.cat(kept, 1)[:, -hidden_to_keep:]]
+        return BaseModelOutputWithPast(
+            last_hidden_state=torch.cat(kept, 1) if len(kept) > 1 else kept[0],
+            hidden_states=all_states,
+            attentions=all_weights,
+            **{CACHE_FIELD: cache if use_cache else None},
+        )
+
+    def _run(self, states, rows, cache, use_cache, output_attentions, output_hidden_states):
+        """All layers and the last norm over one chunk."""
+        all_states, all_weights = [], []
+        for layer in self.layers[: self.config.num_hidden_layers]:
+            all_states.append(states)
+            states, weights = layer(states, rows=rows, cache=cache, output_attentions=bool(output_attentions))
+            all_weights.append(weights)
+            if not output_hidden_states:
+                all_states.clear()
+        states = self.norm(states)
+        return (
+            states,
+            (*all_states, states) if output_hidden_states else None,
+            tuple(all_weights) if output_attentions else None,
+        )
+
+    def _check_cache(self, cache) -> None:
+        if cache is None:
+            return
+        # by name, since the class of a model loaded as remote code is another object than the installed package's
+        if type(cache).__name__ != RecSACache.__name__:
+            raise TypeError(
+                f"cache: got {type(cache).__name__}, which cannot hold RecSA's tree; pass None, or a RecSACache(config) "
+                "(static, offloaded and quantised caches are not supported)."
+            )
+        if cache.geometry.branching != self.config.recsa_branching or len(cache) < self.config.num_hidden_layers:
+            raise ValueError(
+                f"cache: built for recsa_branching={cache.geometry.branching} and {len(cache)} layers, the model has "
+                f"{self.config.recsa_branching} and {self.config.num_hidden_layers}; make it from this model's config."
+            )
+
+
+class RecSAQwen3ForCausalLM(RecSAQwen3PreTrainedModel, GenerationMixin):
+    """RecSA-Qwen3 with a language-model head."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+
+    def __init__(self, config: RecSAQwen3Config):
+        super().__init__(config)
+        self.model = RecSAQwen3Model(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: RecSACache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        past_key_values: RecSACache | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        prefill_chunk_size: int | None = None,
+        **kwargs,
+    ) -> CausalLMOutputWithPast:
+        """Logits, and the loss where `labels` are given.
+
+        Args:
+            labels: `[B, T]`, -100 where ignored; shifted inside.
+            logits_to_keep: the last n positions, 0 = all; or an index tensor.
+            **kwargs: `num_items_in_batch` for the loss, `cu_seq_lens_q` of packed documents.
+
+        The other arguments are those of `RecSAQwen3Model.forward`.
+        """
+        last = logits_to_keep if isinstance(logits_to_keep, int) and labels is None else 0
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cache=cache,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            past_key_values=past_key_values,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+            prefill_chunk_size=prefill_chunk_size,
+            hidden_to_keep=last,
+            cu_seq_lens_q=kwargs.pop("cu_seq_lens_q", None),
+            return_dict=True,
+        )
+        states = outputs.last_hidden_state
+        if isinstance(logits_to_keep, torch.Tensor):
+            states = states[:, logits_to_keep]
+        elif logits_to_keep:
+            states = states[:, -logits_to_keep:]
+        logits = self.lm_head(states)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            **{CACHE_FIELD: getattr(outputs, CACHE_FIELD)},
+        )
+
+    def _prepare_cache_for_generation(
+        self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length, *args, **kwargs
+    ):
+        """Gives `generate` a `RecSACache`, and takes over its chunked prefill.
+
+        Chunks are cut inside the model's forward, which also knows embeddings and later turns.
+
+        Raises:
+            ValueError: a `cache_implementation` that cannot hold the tree.
+        """
+        implementation = generation_config.cache_implementation
+        if implementation not in (None, "dynamic"):
+            raise ValueError(
+                f"cache_implementation={implementation!r}: cannot hold RecSA's tree; leave it out, the RecSACache grows "
+                "as needed (static, offloaded and quantised caches are not supported)."
+            )
+        if generation_config.prefill_chunk_size is not None:
+            model_kwargs["prefill_chunk_size"] = generation_config.prefill_chunk_size
+            generation_config.prefill_chunk_size = None
+        given = model_kwargs.get(CACHE_FIELD)
+        if given is not None:
+            self.model._check_cache(given)
+            given._is_user_defined = True
+        elif generation_config.use_cache is not False:
+            model_kwargs[CACHE_FIELD] = RecSACache(self.config, reserve=max_cache_length)
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return True
+
+
+class RecSAQwen3ForSequenceClassification(RecSAQwen3PreTrainedModel):
+    """One label per row, read from the last token that is not padding."""
+
+    def __init__(self, config: RecSAQwen3Config):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.model = RecSAQwen3Model(config)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: RecSACache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        past_key_values: RecSACache | None = None,
+        **kwargs,
+    ) -> SequenceClassifierOutputWithPast:
+        """Logits `[B, num_labels]`, and the loss where `labels` `[B]` are given.
+
+        Raises:
+            ValueError: a batch of several rows with neither an `attention_mask` nor a `pad_token_id`.
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cache=cache,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            past_key_values=past_key_values,
+            **{**kwargs, "return_dict": True},
+        )
+        states = outputs.last_hidden_state
+        last = self._last_token(input_ids, attention_mask, states)
+        logits = self.score(states)[torch.arange(len(states), device=states.device), last]
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
+        return SequenceClassifierOutputWithPast(
+            loss=loss,
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            **{CACHE_FIELD: getattr(outputs, CACHE_FIELD)},
+        )
+
+    def _last_token(self, input_ids, attention_mask, states) -> torch.Tensor:
+        batch, width = states.shape[:2]
+        if attention_mask is not None:
+            tokens = attention_mask[:, -width:].ne(0)
+        elif input_ids is not None and self.config.pad_token_id is not None:
+            tokens = input_ids.ne(self.config.pad_token_id)
+        elif batch == 1 or input_ids is None:
+            return torch.full((batch,), width - 1, device=states.device)
+        else:
+            raise ValueError("pad_token_id: is None; set config.pad_token_id or pass an attention_mask for a batch > 1.")
+        column = torch.arange(width, device=tokens.device)
+        return (column * tokens).argmax(-1).to(states.device)
+
+
+class RecSAQwen3ForTokenClassification(RecSAQwen3PreTrainedModel):
+    """One label per token."""
+
+    def __init__(self, config: RecSAQwen3Config):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.model = RecSAQwen3Model(config)
+        dropout = getattr(config, "classifier_dropout", None)
+        dropout = getattr(config, "hidden_dropout", None) if dropout is None else dropout
+        self.dropout = nn.Dropout(0.1 if dropout is None else dropout)
+        self.score = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: RecSACache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        past_key_values: RecSACache | None = None,
+        **kwargs,
+    ) -> TokenClassifierOutput:
+        """Logits `[B, T, num_labels]`, and the loss where `labels` `[B, T]` are given."""
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cache=cache,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            past_key_values=past_key_values,
+            **{**kwargs, "return_dict": True},
+        )
+        logits = self.score(self.dropout(outputs.last_hidden_state))
+        loss = self.loss_function(logits, labels, self.config) if labels is not None else None
+        return TokenClassifierOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+
+class RecSAQwen3ForQuestionAnswering(RecSAQwen3PreTrainedModel):
+    """Start and end of an answer span. The decoder is called `model` here as in the other heads. [our decision]"""
+
+    def __init__(self, config: RecSAQwen3Config):
+        super().__init__(config)
+        self.model = RecSAQwen3Model(config)
+        self.qa_outputs = nn.Linear(config.hidden_size, 2)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: RecSACache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        start_positions: torch.LongTensor | None = None,
+        end_positions: torch.LongTensor | None = None,
+        past_key_values: RecSACache | None = None,
+        **kwargs,
+    ) -> QuestionAnsweringModelOutput:
+        """Start and end logits `[B, T]`, and the loss where both positions `[B]` are given."""
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cache=cache,
+            inputs_embeds=inputs_embeds,
+            past_key_values=past_key_values,
+            **{**kwargs, "return_dict": True},
+        )
+        start_logits, end_logits = (part.squeeze(-1) for part in self.qa_outputs(outputs.last_hidden_state).split(1, -1))
+        loss = None
+        if start_positions is not None and end_positions is not None:
+            loss = self.loss_function(start_logits, end_logits, start_positions, end_positions)
+        return QuestionAnsweringModelOutput(
+            loss=loss,
+            start_logits=start_logits,
+            end_logits=end_logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+class RecSATrace:
+    """What was read, forward by forward.
+
+    Attributes:
+        forwards: one dict per forward (per chunk of a chunked prefill): layer -> `LayerTrace`.
+    """
+
+    def __init__(self):
+        self.forwards: list[dict[int, LayerTrace]] = []
+
+    def begin(self) -> None:
+        """Opens the record of the next forward."""
+        self.forwards.append({})
+
+    def record(self, layer_idx: int, rows: Rows, result: RecSAOutput) -> None:
+        """Keeps one layer's selection by column; a recomputed layer overwrites its own entry."""
+        if not self.forwards:
+            self.begin()
+        selection = {level: rows.scatter(nodes + 1) - 1 for level, nodes in (result.selection or {}).items()}
+        self.forwards[-1][layer_idx] = LayerTrace(selection, result.backend)
+
+
+@dataclasses.dataclass
+class LayerTrace:
+    """One layer's part of a forward.
+
+    Attributes:
+        selection: level (>= 1) -> chosen nodes `[B, H_kv, T, k]` int64, ascending, -1 = none (dense query or padding).
+        backend: what ran.
+    """
+
+    selection: dict[int, torch.Tensor]
+    backend: str
+
+
+@contextmanager
+def recsa_trace(model: nn.Module) -> Iterator[RecSATrace]:
+    """Collects what each forward inside the `with` block selects, per layer and level; costs nothing when unused.
+
+    Args:
+        model: any RecSA-Qwen3 model, wrapped or not.
+
+    Yields:
+        A `RecSATrace`, filled by every forward.
+
+    Raises:
+        ValueError: the model has no RecSA attention.
+    """
+    layers = [m for m in model.modules() if type(m).__name__ == RecSAQwen3Attention.__name__]
+    if not layers:
+        raise ValueError("recsa_trace: this model has no RecSA attention layer.")
+    trace = RecSATrace()
+    for layer in layers:
+        layer.trace = trace
+    try:
+        yield trace
+    finally:
+        for layer in layers:
+            layer.trace = None
+
+
+RecSAQwen3Model.register_for_auto_class("AutoModel")
+RecSAQwen3ForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+RecSAQwen3ForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")
+RecSAQwen3ForTokenClassification.register_for_auto_class("AutoModelForTokenClassification")
+RecSAQwen3ForQuestionAnswering.register_for_auto_class("AutoModelForQuestionAnswering")
+
+__all__ = [
+    "RecSACache",
+    "RecSAQwen3Config",
+    "RecSAQwen3ForCausalLM",
+    "RecSAQwen3ForQuestionAnswering",
+    "RecSAQwen3ForSequenceClassification",
+    "RecSAQwen3ForTokenClassification",
+    "RecSAQwen3Model",
+    "RecSAQwen3PreTrainedModel",
+    "recsa_trace",
+]

@@ -1,0 +1,275 @@
+"""Which tokens of a batch belong to which sequence: padding on either side, packed documents, and what a cache has seen.
+
+Attention works on sequences: `S` of them, each starting at index 0, without padding inside. A batch `[B, T]` with padding
+or with several documents packed in one row is mapped to that form and back here. This file never touches keys, levels or
+selection.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+
+class Rows:
+    """The sequences of one forward pass.
+
+    Attributes:
+        starts: tokens that each sequence already has in the cache, S ints.
+        counts: new tokens of each sequence, S ints.
+        width: W, the largest of `counts`.
+        column_mask: `[B, T]` bool on the CPU, False at padding; `None` where every column is a token.
+    """
+
+    def __init__(
+        self,
+        starts: Sequence[int],
+        counts: Sequence[int],
+        index: torch.Tensor | None = None,
+        slot: torch.Tensor | None = None,
+        column_mask: torch.Tensor | None = None,
+    ):
+        self.starts = tuple(starts)
+        self.counts = tuple(counts)
+        self.width = max(self.counts)
+        self.column_mask = column_mask
+        self._index = index  # [S * W] flat column b * T + i of each sequence slot (0 where there is none)
+        self._slot = slot  # [B, T] flat sequence slot s * W + j of each column (-1 at padding)
+
+    @classmethod
+    def whole(cls, batch: int, width: int, starts: Sequence[int] | None = None) -> "Rows":
+        """One sequence per row, every column a token."""
+        return cls(starts or (0,) * batch, (width,) * batch)
+
+    @classmethod
+    def from_columns(cls, sequence: torch.Tensor, starts: Sequence[int]) -> "Rows":
+        """From the sequence number of each column.
+
+        Args:
+            sequence: `[B, T]` int64 on the CPU, the sequence each column belongs to, -1 at padding; the columns of one
+                sequence lie in one row, in order.
+            starts: cached tokens of each sequence.
+        """
+        flat = sequence.flatten()
+        columns = torch.nonzero(flat >= 0).flatten()
+        owner = flat[columns]
+        counts = torch.bincount(owner, minlength=len(starts))
+        width = max(int(counts.max()), 1) if len(counts) else 1
+        # sequences are numbered in the order of their columns, so a running index gives the place inside each
+        place = torch.arange(len(columns)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+        index = torch.zeros(len(starts) * width, dtype=torch.long)
+        index[owner * width + place] = columns
+        slot = torch.full_like(flat, -1)
+        slot[columns] = owner * width + place
+        rows = cls(starts, counts.tolist(), index, slot.view_as(sequence), sequence >= 0)
+        rows.width = width
+        return rows
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each sequence after this forward."""
+        return tuple(start + count for start, count in zip(self.starts, self.counts, strict=True))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each row is one sequence and each column a token."""
+        return self._index is None
+
+    def gather(self, states: torch.Tensor) -> torch.Tensor:
+        """Columns `[B, H, T, D]` to sequences `[S, H, W, D]`; slots past a sequence's end repeat some finite column."""
+        if self.is_whole:
+            return states
+        flat = states.transpose(1, 2).flatten(0, 1)
+        picked = flat.index_select(0, self._index.to(states.device))
+        return picked.unflatten(0, (len(self.starts), self.width)).transpose(1, 2)
+
+    def scatter(self, states: torch.Tensor) -> torch.Tensor:
+        """Sequences `[S, H, W, ...]` to columns `[B, H, T, ...]`, zeros at padding."""
+        if self.is_whole:
+            return states
+        flat = states.transpose(1, 2).flatten(0, 1)
+        slot = self._slot.to(states.device)
+        picked = flat.index_select(0, slot.clamp(min=0).flatten()).unflatten(0, slot.shape)
+        keep = (slot >= 0).view(*slot.shape, *(1,) * (picked.dim() - 2))
+        return torch.where(keep, picked, 0).transpose(1, 2)
+
+    def split(self, size: int) -> list[tuple[slice, "Rows"]]:
+        """Cuts the columns into chunks of `size`; each chunk starts where the one before it ended."""
+        total = self._slot.shape[1] if self._slot is not None else self.width
+        starts, chunks = self.starts, []
+        for begin in range(0, total, size):
+            part = slice(begin, min(begin + size, total))
+            if self.is_whole:
+                rows = Rows.whole(len(starts), part.stop - part.start, starts)
+            else:
+                rows = Rows.from_columns(_row_numbers(self.column_mask[:, part]), starts)
+            chunks.append((part, rows))
+            starts = rows.lengths
+        return chunks
+
+
+def _row_numbers(column_mask: torch.Tensor) -> torch.Tensor:
+    """Sequence numbers `[B, T]` where each row is one sequence."""
+    numbers = torch.arange(len(column_mask))[:, None].expand_as(column_mask)
+    return torch.where(column_mask, numbers, -1)
+
+
+class RowHistory:
+    """What a cache has seen: tokens per row, and which of its columns were padding (needed to crop by columns).
+
+    Attributes:
+        lengths: tokens stored per row.
+        columns: columns seen, padding included; what `Cache.get_seq_length` reports.
+    """
+
+    def __init__(self):
+        self.lengths: list[int] = []
+        self.columns = 0
+        # runs of columns: (width, mask [B, width] on the CPU or None where every column is a token)
+        self._runs: list[tuple[int, torch.Tensor | None]] = []
+
+    def append(self, rows: Rows, columns: int) -> None:
+        """Records one forward of `columns` columns."""
+        self.lengths = list(rows.lengths)
+        self.columns += columns
+        if rows.column_mask is not None:
+            self._runs.append((columns, rows.column_mask))
+        elif self._runs and self._runs[-1][1] is None:
+            self._runs[-1] = (self._runs[-1][0] + columns, None)
+        else:
+            self._runs.append((columns, None))
+
+    def crop(self, columns: int) -> None:
+        """Forgets the last `columns` columns."""
+        columns = min(columns, self.columns)
+        self.columns -= columns
+        while columns:
+            width, mask = self._runs.pop()
+            removed = min(width, columns)
+            columns -= removed
+            if mask is None:
+                self.lengths = [length - removed for length in self.lengths]
+            else:
+                lost = mask[:, width - removed :].sum(1).tolist()
+                self.lengths = [length - n for length, n in zip(self.lengths, lost, strict=True)]
+            if removed < width:
+                self._runs.append((width - removed, None if mask is None else mask[:, : width - removed]))
+
+    def select(self, indices: Sequence[int]) -> None:
+        """Keeps (or repeats) rows in the order given."""
+        self.lengths = [self.lengths[i] for i in indices]
+        self._runs = [(width, None if mask is None else mask[list(indices)]) for width, mask in self._runs]
+
+    def column_positions(self) -> torch.Tensor:
+        """Logical position `[B, columns]` int64 (CPU) of each column seen, -1 at padding."""
+        batch = len(self.lengths)
+        masks = [torch.ones(batch, width, dtype=torch.bool) if m is None else m for width, m in self._runs]
+        mask = torch.cat(masks, 1) if masks else torch.ones(batch, 0, dtype=torch.bool)
+        return torch.where(mask, mask.cumsum(1) - 1, -1)
+
+
+def rows_of_batch(
+    batch: int,
+    width: int,
+    attention_mask: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
+    cu_seq_lens: torch.Tensor | None = None,
+    history: RowHistory | None = None,
+) -> Rows:
+    """Reads the sequences out of what callers pass to `forward`.
+
+    Args:
+        batch: B.
+        width: T, new columns.
+        attention_mask: `[B, columns seen + T]`, 0 at padding, or `None`. Only padding is expressed by it.
+        position_ids: `[B, T]` or `[1, T]`. Only checked: a row's positions must rise by one (any offset, RoPE is
+            relative); a restart at 0 begins a new packed document.
+        cu_seq_lens: cumulative document lengths over the flattened batch, as the flattening collator gives them.
+        history: the cache's, where there is one.
+
+    Raises:
+        ValueError: for a mask of another shape, a mask that disagrees with the cache, position ids with gaps, packed
+            documents together with a filled cache, or inputs of another batch size than the cache's.
+    """
+    seen = history.columns if history is not None else 0
+    if seen and len(history.lengths) != batch:
+        raise ValueError(
+            f"input_ids: batch of {batch}, but the cache holds {len(history.lengths)} rows; "
+            "use cache.batch_repeat_interleave or cache.batch_select_indices to match them."
+        )
+    starts = list(history.lengths) if seen else [0] * batch
+    tokens = _token_columns(batch, width, attention_mask, starts, seen)
+    first = _document_starts(batch, width, tokens, position_ids, cu_seq_lens)
+    if first is None:
+        return Rows.whole(batch, width, starts) if tokens is None else Rows.from_columns(_row_numbers(tokens), starts)
+    if seen:
+        raise ValueError("position_ids: packed documents cannot continue a filled cache; run them without one.")
+    mask = tokens if tokens is not None else torch.ones(batch, width, dtype=torch.bool)
+    sequence = first.flatten().cumsum(0).view(batch, width) - 1
+    sequence = torch.where(mask, sequence, -1)
+    return Rows.from_columns(sequence, [0] * (int(sequence.max()) + 1))
+
+
+def _token_columns(
+    batch: int, width: int, attention_mask: torch.Tensor | None, starts: list[int], seen: int
+) -> torch.Tensor | None:
+    """The new columns that hold a token, `[B, T]` bool on the CPU; `None` where all do."""
+    if attention_mask is None:
+        return None
+    if not isinstance(attention_mask, torch.Tensor) or attention_mask.dim() != 2:
+        raise ValueError(
+            "attention_mask: RecSA takes a 2D mask [batch, columns] of padding only; 4D masks, block masks and mask "
+            "dictionaries would fix what a query reads, which is what the selection decides."
+        )
+    if attention_mask.shape != (batch, seen + width):
+        raise ValueError(
+            f"attention_mask: shape {tuple(attention_mask.shape)}, expected {(batch, seen + width)} "
+            f"({seen} cached columns + {width} new ones)."
+        )
+    mask = attention_mask[:, seen:].ne(0).cpu()
+    # the cached part can only disagree where a caller starts a new turn; a decode step repeats what it was given
+    if seen and width > 1 and attention_mask[:, :seen].ne(0).sum(1).tolist() != starts:
+        raise ValueError(
+            "attention_mask: its cached part marks other tokens than the cache holds; "
+            "the mask must extend the one the cache was filled with."
+        )
+    return None if bool(mask.all()) else mask
+
+
+def _document_starts(
+    batch: int,
+    width: int,
+    tokens: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    cu_seq_lens: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """Columns `[B, T]` at which a sequence begins, where some row holds several; else `None`."""
+    if position_ids is not None and width > 1:
+        if position_ids.dim() != 2 or position_ids.shape[1] != width or position_ids.shape[0] not in (1, batch):
+            raise ValueError(f"position_ids: shape {tuple(position_ids.shape)}, expected {(batch, width)}.")
+        position = position_ids.cpu().expand(batch, width)
+        step = torch.ones(batch, width, dtype=torch.bool)
+        step[:, 1:] = position[:, 1:] != position[:, :-1] + 1
+        if tokens is not None:  # padding carries arbitrary positions; the first token after it is checked as a start
+            step[:, 1:] &= tokens[:, 1:]
+            gap = step[:, 1:] & tokens[:, :-1] & (position[:, 1:] != 0)
+            first_token = tokens & (tokens.cumsum(1) == 1)
+            first = (step & tokens & (position == 0)) | first_token
+        else:
+            gap = step[:, 1:] & (position[:, 1:] != 0)
+            first = step
+        if bool(gap.any()):
+            raise ValueError(
+                "position_ids: positions of a row must rise by one, or restart at 0 where a packed document begins; "
+                "RecSA places tokens by their order and cannot leave positions out."
+            )
+        if int(first.sum()) > batch:
+            return first
+    if cu_seq_lens is not None and len(cu_seq_lens) > batch + 1:
+        if tokens is not None:
+            raise ValueError("cu_seq_lens_q: cannot be combined with an attention_mask that marks padding.")
+        first = torch.zeros(batch * width, dtype=torch.bool)
+        first[cu_seq_lens[:-1].cpu().long()] = True
+        first = first.view(batch, width)
+        first[:, 0] = True
+        return first
+    return None

@@ -1,0 +1,191 @@
+"""The tree over a layer's keys and values: its geometry, the pooler, and building nodes.
+
+Level 0 holds tokens (keys after `k_norm`, before RoPE, and values); node i of level l + 1 covers nodes i*r ... i*r + r - 1
+of level l and exists only once all of them do. Everything about which node covers which token is decided in this file.
+It never touches queries, positions of queries, caches or RoPE.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which logits, softmax and means are computed: float64 for float64 input, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True)
+class TreeGeometry:
+    """The numbers that fix which nodes exist and which level a query starts from.
+
+    Attributes:
+        branching: r, children per node.
+        top_k: k, nodes selected per level, the path node included; `None` = dense attention at every length.
+        recent: s, candidates just before the path node that are always selected.
+        top_capacity: M, most candidates at the top level (`k * r` where the configuration says `None`).
+        count_bias: adds l * ln(r) to the logits of level l.
+    """
+
+    branching: int
+    top_k: int | None
+    recent: int
+    top_capacity: int
+    count_bias: bool = False
+
+    @classmethod
+    def from_config(cls, config) -> "TreeGeometry":
+        """Reads the `recsa_*` fields of a validated `RecSAQwen3Config`."""
+        capacity = config.recsa_top_capacity
+        if capacity is None:
+            capacity = (config.recsa_top_k or 0) * config.recsa_branching
+        return cls(
+            config.recsa_branching, config.recsa_top_k, config.recsa_recent, capacity, config.recsa_count_bias
+        )
+
+    @property
+    def max_candidates(self) -> int:
+        """C = k * r, the most candidates at a level below the top."""
+        return (self.top_k or 0) * self.branching
+
+    def is_dense(self, position: int) -> bool:
+        """Whether the query at this logical position attends to every token: t + 1 <= M, or no limit at all."""
+        return self.top_k is None or position < self.top_capacity
+
+    def depth(self, position: int) -> int:
+        """The level at which a query's walk starts: the smallest l with ceil((t + 1) / r^l) <= M. [our decision]"""
+        if self.is_dense(position):
+            return 0
+        level, nodes = 0, position + 1
+        while nodes > self.top_capacity:
+            level, nodes = level + 1, -(-nodes // self.branching)
+        return level
+
+    def first_position(self, depth: int) -> int:
+        """The first logical position whose walk starts at `depth` or above it (depth >= 1)."""
+        return self.top_capacity * self.branching ** (depth - 1)
+
+    def node_counts(self, tokens: int) -> list[int]:
+        """Complete nodes at each level, level 0 first, up to the last level that has any."""
+        counts = [tokens]
+        while counts[-1] >= self.branching:
+            counts.append(counts[-1] // self.branching)
+        return counts
+
+
+class Levels(NamedTuple):
+    """What the operator reads: per level a key and a value tensor `[S, H_kv, n_l, D]`, level 0 (tokens) first.
+
+    Above level 0 the key is the pooler's read key and the value is the mean over the node's tokens. `n_l` may exceed
+    the number of complete nodes of a row; entries beyond it are finite and never read into a result. Below the
+    highest level `n_l` is a multiple of r, so that siblings lie side by side.
+    """
+
+    keys: tuple[torch.Tensor, ...]
+    values: tuple[torch.Tensor, ...]
+
+
+class Nodes(NamedTuple):
+    """Freshly built nodes `[S, H_kv, n, D]`: what the recursion carries, what queries read, the mean value."""
+
+    pooled: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+class RecSAPooler(nn.Module):
+    r"""Makes the key of a node from the keys of its children; one per layer, the same for all levels. [paper]
+
+    Form [our decision]: \(m_{parent} = \sum_i softmax_i(m_i \cdot query_h + slot\_bias_i) m_i\) with m = key at level 0;
+    the key that a query meets is \(proj_h \cdot m\) and never enters the recursion. At initialisation (query 0,
+    slot_bias 0, proj identity) both are the plain mean.
+
+    Args:
+        num_key_value_heads: H_kv.
+        branching: r.
+        head_dim: D.
+    """
+
+    def __init__(self, num_key_value_heads: int, branching: int, head_dim: int):
+        super().__init__()
+        self.query = nn.Parameter(torch.empty(num_key_value_heads, head_dim))
+        self.slot_bias = nn.Parameter(torch.empty(branching))
+        self.proj = nn.Parameter(torch.empty(num_key_value_heads, head_dim, head_dim))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Sets the plain mean."""
+        self.query.zero_()
+        self.slot_bias.zero_()
+        self.proj.copy_(torch.eye(self.proj.shape[-1], dtype=self.proj.dtype, device=self.proj.device))
+
+    def forward(self, children: torch.Tensor) -> torch.Tensor:
+        """Pools children `[S, H_kv, n, r, D]` to `[S, H_kv, n, D]`, accumulated in float32 (float64 for float64)."""
+        dtype = accumulation_dtype(children.dtype)
+        wide = children.to(dtype)
+        scores = (wide * self.query.to(dtype)[:, None, None]).sum(-1) + self.slot_bias.to(dtype)
+        return (torch.softmax(scores, -1)[..., None] * wide).sum(-2).to(children.dtype)
+
+    def read(self, pooled: torch.Tensor) -> torch.Tensor:
+        """The keys `[S, H_kv, n, D]` that queries meet, from pooled nodes of the same shape."""
+        dtype = accumulation_dtype(pooled.dtype)
+        return (pooled.to(dtype) @ self.proj.to(dtype).transpose(-1, -2)).to(pooled.dtype)
+
+    def unused(self) -> torch.Tensor:
+        """A zero that touches every parameter, so that a step without any node still gives each a (zero) gradient."""
+        return 0.0 * (self.query.sum() + self.slot_bias.sum() + self.proj.sum())
+
+
+def build_nodes(pooler: RecSAPooler, pooled: torch.Tensor, values: torch.Tensor, branching: int) -> Nodes:
+    """Builds the parents of whole sibling groups.
+
+    Args:
+        pooler: the layer's pooler.
+        pooled: what the recursion carries for the children, `[S, H_kv, n * r, D]`; at level 0 the keys.
+        values: the children's (mean) values, same shape.
+        branching: r.
+
+    Returns:
+        `Nodes` with n nodes, in the dtype of the input.
+    """
+    children = pooled.unflatten(2, (-1, branching))
+    parents = pooler(children)
+    means = values.unflatten(2, (-1, branching)).to(accumulation_dtype(values.dtype)).mean(-2).to(values.dtype)
+    return Nodes(parents, pooler.read(parents), means)
+
+
+def build_levels(
+    keys: torch.Tensor, values: torch.Tensor, pooler: RecSAPooler, branching: int, depth: int
+) -> Levels:
+    """Builds levels 0 ... depth over whole rows, differentiable in keys, values and pooler.
+
+    Args:
+        keys: level-0 keys before RoPE, `[S, H_kv, N, D]`; rows start at index 0, shorter rows end in finite padding.
+        values: `[S, H_kv, N, D]`.
+        pooler: the layer's pooler.
+        branching: r.
+        depth: the highest level needed.
+
+    Returns:
+        `Levels`; a level below `depth` is padded with zeros to a multiple of r.
+    """
+    pooled, means = keys.contiguous(), values.contiguous()
+    level_keys, level_values = [pooled], [means]
+    for _ in range(depth):
+        whole = pooled.shape[2] // branching * branching
+        nodes = build_nodes(pooler, pooled[:, :, :whole], means[:, :, :whole], branching)
+        pooled, means = nodes.pooled, nodes.values
+        level_keys.append(nodes.keys)
+        level_values.append(nodes.values)
+
+    def pad(tensor: torch.Tensor) -> torch.Tensor:
+        missing = -tensor.shape[2] % branching
+        return nn.functional.pad(tensor, (0, 0, 0, missing)) if missing else tensor
+
+    return Levels(
+        tuple(pad(tensor) for tensor in level_keys[:-1]) + (level_keys[-1],),
+        tuple(pad(tensor) for tensor in level_values[:-1]) + (level_values[-1],),
+    )
