@@ -198,8 +198,8 @@ class RecSALayer(DynamicLayer):
 
         Nodes are complete or absent, so each level keeps exactly its first `length // r^l` nodes.
         """
-        columns = self.history.columns
-        self.history.crop(-tokens_to_remove if tokens_to_remove <= 0 else max(columns - tokens_to_remove, 0))
+        number = int(tokens_to_remove)  # assisted decoding passes a tensor on some versions
+        self.history.crop(-number if number <= 0 else max(self.history.columns - number, 0))
 
     def reset(self) -> None:
         """Forgets all tokens and frees the storage."""

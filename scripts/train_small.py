@@ -232,7 +232,7 @@ def evaluate(folder: Path, lengths: tuple[int, ...], args: argparse.Namespace) -
         for task in needle_text.TASKS:
             if length < needle_text.minimum_length(task):
                 continue
-            exact, words, done = 0, 0.0, 0
+            exact, tokens, done = 0, 0.0, 0
             while done < args.prompts:
                 batch = min(args.prompts - done, max(1, args.eval_tokens // length))
                 prompts, answers = needle_text.make_batch(batch, length, task, seed=1_000_000 + done)
@@ -242,11 +242,11 @@ def evaluate(folder: Path, lengths: tuple[int, ...], args: argparse.Namespace) -
                 )[:, prompts.shape[1] :]
                 right = F.pad(made, (0, answers.shape[1] - made.shape[1]), value=needle_text.PAD) == answers
                 exact += int(right.all(1).sum())
-                words += float(right.float().mean(1).sum())
+                tokens += float(right.float().mean(1).sum())
                 done += batch
-            score = {"length": length, "task": task, "prompts": done, "exact": exact / done, "words": words / done}
+            score = {"length": length, "task": task, "prompts": done, "exact": exact / done, "tokens": tokens / done}
             scores.append(score)
-            print(f"{length} {task}: exact {score['exact']:.3f}, words {score['words']:.3f} of {done}", flush=True)
+            print(f"{length} {task}: exact {score['exact']:.3f}, tokens {score['tokens']:.3f} of {done}", flush=True)
     return scores
 
 
