@@ -19,9 +19,8 @@ from .modeling_recsa_qwen3 import (
     RecSAQwen3ForTokenClassification,
     RecSAQwen3Model,
     RecSAQwen3PreTrainedModel,
-    RecSATrace,
-    recsa_trace,
 )
+from .trace_recsa_qwen3 import RecSATrace, recsa_trace
 from .tree_recsa_qwen3 import Levels, RecSAPooler, TreeGeometry, build_levels
 
 # With the package imported, the Auto classes work without `trust_remote_code`.

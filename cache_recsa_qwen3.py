@@ -1,7 +1,7 @@
 """`RecSACache`: keys before RoPE, values and the tree levels above them, per layer and row.
 
-Rows are ragged inside: padding is never stored, so row b's tokens lie at indices 0 ... lengths[b] - 1 whatever the batch
-looked like. The cache appends, grows, crops and rearranges; it never touches queries or selection, and hands the
+Rows are ragged inside: padding is never stored, so row b's tokens lie at indices 0 ... lengths[b] - 1 whatever the
+batch looked like. The cache appends, grows, crops and rearranges; it never touches queries or selection, and hands the
 operator plain level tensors.
 """
 
@@ -215,7 +215,7 @@ class RecSALayer(DynamicLayer):
         indices = indices.long()
         self.history.select(indices.tolist())
         for level in self.levels:
-            level.map(lambda tensor: tensor.index_select(0, indices.to(tensor.device)))
+            level.map(lambda tensor: tensor[indices.to(tensor.device)])
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Row i becomes the former row `beam_idx[i]`, on every level."""
@@ -265,6 +265,10 @@ class RecSACache(DynamicCache):
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         """Refused by the layer: see `RecSALayer.update`."""
         return self.layers[layer_idx].update(key_states, value_states)
+
+    def prefetch(self, layer_idx: int, *args, **kwargs) -> None:
+        """Refused by the layer: see `RecSALayer.offload`."""
+        self.layers[layer_idx].prefetch()
 
     @property
     def history(self) -> RowHistory:

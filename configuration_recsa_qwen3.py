@@ -4,13 +4,17 @@ This file is the only place where defaults and limits of the `recsa_*` fields ar
 """
 
 import os
+from collections.abc import Mapping
+from typing import Any
 
 import transformers
 from packaging.version import Version
 from transformers import Qwen3Config
 
 OLDEST, BEYOND_NEWEST = Version("5.17"), Version("5.25.dev0")
-if not OLDEST <= Version(transformers.__version__) < BEYOND_NEWEST and not os.environ.get("RECSA_UNTESTED_TRANSFORMERS"):
+if not OLDEST <= Version(transformers.__version__) < BEYOND_NEWEST and not os.environ.get(
+    "RECSA_UNTESTED_TRANSFORMERS"
+):
     # a renamed argument once made newer versions generate wrong tokens without an exception
     raise ImportError(
         f"RecSA-Qwen3 works with transformers >= {OLDEST} and < 5.25, found {transformers.__version__}; "
@@ -54,6 +58,10 @@ class RecSAQwen3Config(Qwen3Config):
     """
 
     model_type = "recsa_qwen3"
+    # each process holds some KV heads with their queries and trees; a selection never looks beyond its own KV head
+    base_model_tp_plan = {**Qwen3Config.base_model_tp_plan, "layers.*.self_attn.pooler": "recsa_pooler"}
+    base_model_pp_plan = None  # a pipeline stage would not know which tokens the cache holds
+
     def __init__(
         self,
         recsa_branching: int = 16,
@@ -79,7 +87,7 @@ class RecSAQwen3Config(Qwen3Config):
         self.check_recsa()
 
     @staticmethod
-    def _check_window(fields: dict) -> None:
+    def _check_window(fields: Mapping[str, Any]) -> None:
         """Refuses Qwen3's sliding window: a window and a selection would both decide what a query reads."""
         layer_types = fields.get("layer_types") or ()
         if fields.get("use_sliding_window") or any(kind != "full_attention" for kind in layer_types):
@@ -104,9 +112,12 @@ class RecSAQwen3Config(Qwen3Config):
         def is_int(value) -> bool:
             return isinstance(value, int) and not isinstance(value, bool)
 
+        self._check_window(vars(self))
         r, k, s, m = self.recsa_branching, self.recsa_top_k, self.recsa_recent, self.recsa_top_capacity
         require(is_int(r) and r >= 2 and r & (r - 1) == 0, "recsa_branching", "must be a power of two >= 2.")
-        require(k is None or (is_int(k) and k >= 2), "recsa_top_k", "must be an int >= 2, or None for dense attention.")
+        require(
+            k is None or (is_int(k) and k >= 2), "recsa_top_k", "must be an int >= 2, or None for dense attention."
+        )
         require(is_int(s) and s >= 0, "recsa_recent", "must be an int >= 0.")
         require(k is None or s <= k - 2, "recsa_recent", f"must be at most recsa_top_k - 2 = {(k or 2) - 2}.")
         require(m is None or (is_int(m) and m >= 1), "recsa_top_capacity", "must be an int >= 1, or None for k * r.")

@@ -1,17 +1,16 @@
 """RecSA-Qwen3: Qwen3 whose attention walks a tree over its keys and values.
 
-The entry file for `trust_remote_code`: attention module, decoder layer, model and heads, and `recsa_trace`. The operator,
-the tree, the cache and the bookkeeping of rows live in the sibling modules, which this file imports one by one because
-older loaders copy only the entry file's direct imports. Nothing here decides what a query reads.
+The entry file for `trust_remote_code`: attention module, decoder layer, model and heads. The operator, the tree, the
+cache and the bookkeeping of rows live in the sibling modules, which this file imports one by one because older loaders
+copy only the entry file's direct imports. Nothing here decides what a query reads.
 """
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import nn
 from transformers import initialization as init
+from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
 from transformers.generation import GenerationMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
@@ -25,10 +24,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 from transformers.utils import can_return_tuple, logging
 
-from .attention_recsa_qwen3 import RecSAOutput, check_backend, recsa_attention, rotary_tables
+from .attention_recsa_qwen3 import check_backend, recsa_attention, rotary_tables
 from .cache_recsa_qwen3 import RecSACache
 from .configuration_recsa_qwen3 import RecSAQwen3Config
 from .rows_recsa_qwen3 import Rows, rows_of_batch
+from .trace_recsa_qwen3 import RecSATrace, recsa_trace
 from .tree_recsa_qwen3 import RecSAPooler, TreeGeometry, build_levels
 
 logger = logging.get_logger(__name__)
@@ -55,6 +55,25 @@ def eager_attention(module, query, key, value, attention_mask, scaling, dropout=
     weights = torch.softmax(logits, -1, dtype=torch.float32).to(query.dtype)
     weights = nn.functional.dropout(weights, dropout, module.training)
     return (weights @ value).transpose(1, 2), weights
+
+
+class RecSAPoolerParallel(TensorParallelLayer):
+    """How a tensor-parallel plan treats a pooler: kept whole by every process, which uses its own KV heads' part."""
+
+    def install_forward(self, module: RecSAPooler, mesh) -> RecSAPooler:
+        """Tells the pooler which processes share its heads.
+
+        Raises:
+            ValueError: the KV heads cannot be shared evenly.
+        """
+        heads = len(module.query)
+        if heads % mesh.size():
+            raise ValueError(f"tp_size={mesh.size()}: must divide num_key_value_heads={heads}.")
+        module.mesh = mesh
+        return module
+
+
+ALL_PARALLEL_STYLES.register("recsa_pooler", RecSAPoolerParallel())
 
 
 class RecSAQwen3Attention(nn.Module):
@@ -106,7 +125,9 @@ class RecSAQwen3Attention(nn.Module):
         """
         batch, width = hidden_states.shape[:2]
         if rows is None:
-            rows = Rows.whole(batch, width, cache.layers[self.layer_idx].history.lengths if cache is not None else None)
+            rows = Rows.whole(
+                batch, width, cache.layers[self.layer_idx].history.lengths if cache is not None else None
+            )
         heads = (batch, width, -1, self.head_dim)
         query = rows.gather(self.q_norm(self.q_proj(hidden_states).view(heads)).transpose(1, 2))
         key = rows.gather(self.k_norm(self.k_proj(hidden_states).view(heads)).transpose(1, 2))
@@ -138,33 +159,34 @@ class RecSAQwen3Attention(nn.Module):
         if self.trace is not None:
             self.trace.record(self.layer_idx, rows, result)
         output = self.o_proj(rows.scatter(result.output).transpose(1, 2).reshape(batch, width, -1))
-        if depth == 0 and torch.is_grad_enabled() and self.training and self.pooler.proj.requires_grad:
-            output = output + self.pooler.unused().to(output.dtype)
-        if not output_attentions:
+        if depth == 0 and self.training and torch.is_grad_enabled():
+            # no node was needed; a zero made of one gives every pooler parameter the gradient that DDP waits for
+            unread = key.new_zeros(1, key.shape[1], 1, geometry.branching, self.head_dim)
+            output = output + self.pooler(unread)[1].sum().to(output.dtype)
+        if result.weights is None:
             return output, None
-        return output, self._weights_by_column(result.weights, rows, width, cache)
+        return output, self._weights_by_column(result.weights.to(query.dtype), rows, cache)
 
     def _attend_densely(self, query, key, value, mask):
         """Dense queries `[S, H, W, D]` through the attention implementation that the user chose."""
-        implementation = self.config._attn_implementation
-        attend = eager_attention if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
         dropout = self.attention_dropout if self.training else 0.0
         return attend(self, query, key, value, mask, dropout=dropout, scaling=self.scaling)[0].transpose(1, 2)
 
-    def _weights_by_column(self, weights, rows, width, cache) -> torch.Tensor:
+    def _weights_by_column(self, weights: torch.Tensor, rows: Rows, cache: RecSACache | None) -> torch.Tensor:
         """A over the columns that the caller sees: padding read with weight 0."""
-        if len(rows.starts) != weights.shape[0] or (not rows.is_whole and len(rows.column_mask) != len(rows.starts)):
+        if rows.column_mask is not None and len(rows.column_mask) != len(rows.starts):
             raise ValueError("output_attentions: not available for packed documents; run them as separate rows.")
         weights = rows.scatter(weights)
         if cache is not None:
             position = cache.layers[self.layer_idx].history.column_positions()
         elif rows.column_mask is None:
-            return weights.to(self.o_proj.weight.dtype)
+            return weights
         else:
             position = torch.where(rows.column_mask, rows.column_mask.cumsum(1) - 1, -1)
         position = position.to(weights.device)[:, None, None, :]
         index = position.clamp(min=0).expand(*weights.shape[:3], -1)
-        return torch.where(position >= 0, weights.gather(-1, index), 0).to(self.o_proj.weight.dtype)
+        return torch.where(position >= 0, weights.gather(-1, index), 0)
 
 
 class RecSAQwen3DecoderLayer(GradientCheckpointingLayer):
@@ -226,6 +248,8 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
 
     def __init__(self, config: RecSAQwen3Config):
         super().__init__(config)
+        config.check_recsa()  # fields given at load are set after the configuration was made
+        self.branching = config.recsa_branching
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
@@ -257,7 +281,7 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
         Args:
             input_ids: `[B, T]`; or `inputs_embeds` `[B, T, hidden]`.
             attention_mask: `[B, cached columns + T]`, 0 at padding (either side), or `None`.
-            position_ids: `[B, T]`; checked for order, restarts at 0 begin packed documents. RecSA places tokens itself.
+            position_ids: `[B, T]`; checked for order; a restart at 0 begins a packed document.
             cache: a `RecSACache`; also accepted as `past_key_values`.
             use_cache: whether a cache is made and returned; the configuration's value where `None`, but not in
                 training.
@@ -275,8 +299,7 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
         if cache is not None and past_key_values is not None:
             raise ValueError("cache and past_key_values are two names of one argument; pass one of them.")
         cache = cache if cache is not None else past_key_values
-        self.config.check_recsa()
-        check_backend(self.config.recsa_backend)
+        self._check_config()
         self._check_cache(cache)
         output_attentions = self.config.output_attentions if output_attentions is None else output_attentions
         if output_hidden_states is None:
@@ -288,7 +311,8 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
         if use_cache is None:
             use_cache = self.config.use_cache and not (self.training and torch.is_grad_enabled())
 
-        source = inputs_embeds if inputs_embeds is not None else input_ids
+        source = input_ids if input_ids is not None else inputs_embeds
+        assert source is not None  # for type checkers
         batch, width = source.shape[:2]
         if width == 0:
             raise ValueError("input_ids: no new tokens; pass at least one.")
@@ -300,15 +324,17 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
         if use_cache and cache is None and not packed:
             cache = RecSACache(self.config)
 
-        trace = self.layers[0].self_attn.trace if len(self.layers) else None
+        trace: RecSATrace | None = self.layers[0].self_attn.trace  # type: ignore[assignment]
         chunk = prefill_chunk_size or self.config.recsa_prefill_chunk
-        in_chunks = cache is not None and not torch.is_grad_enabled() and not (output_attentions or output_hidden_states)
+        in_chunks = (
+            cache is not None and not torch.is_grad_enabled() and not (output_attentions or output_hidden_states)
+        )
         parts = rows.split(chunk) if in_chunks and width > chunk else [(slice(0, width), rows)]
         kept: list[torch.Tensor] = []
         for part, part_rows in parts:
             if trace is not None:
                 trace.begin()
-            states = inputs_embeds[:, part] if inputs_embeds is not None else self.embed_tokens(input_ids[:, part])
+            states = source[:, part] if input_ids is None else self.embed_tokens(source[:, part])
             states, all_states, all_weights = self._run(
                 states, part_rows, cache, use_cache, output_attentions, output_hidden_states
             )
@@ -338,14 +364,24 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
             tuple(all_weights) if output_attentions else None,
         )
 
+    def _check_config(self) -> None:
+        """A loaded configuration may have been edited."""
+        self.config.check_recsa()
+        check_backend(self.config.recsa_backend)
+        if self.config.recsa_branching != self.branching:
+            raise ValueError(
+                f"recsa_branching={self.config.recsa_branching}: the poolers were built for {self.branching}; "
+                "set the field before the model is made."
+            )
+
     def _check_cache(self, cache) -> None:
         if cache is None:
             return
         # by name, since the class of a model loaded as remote code is another object than the installed package's
         if type(cache).__name__ != RecSACache.__name__:
             raise TypeError(
-                f"cache: got {type(cache).__name__}, which cannot hold RecSA's tree; pass None, or a RecSACache(config) "
-                "(static, offloaded and quantised caches are not supported)."
+                f"cache: got {type(cache).__name__}, which cannot hold RecSA's tree; pass None, or a "
+                "RecSACache(config) (static, offloaded and quantised caches are not supported)."
             )
         if cache.geometry.branching != self.config.recsa_branching or len(cache) < self.config.num_hidden_layers:
             raise ValueError(
@@ -434,13 +470,13 @@ class RecSAQwen3ForCausalLM(RecSAQwen3PreTrainedModel, GenerationMixin):
         Chunks are cut inside the model's forward, which also knows embeddings and later turns.
 
         Raises:
-            ValueError: a `cache_implementation` that cannot hold the tree.
+            ValueError: a `cache_implementation` that cannot hold the tree, or a mask that contradicts the cache.
         """
         implementation = generation_config.cache_implementation
         if implementation not in (None, "dynamic"):
             raise ValueError(
-                f"cache_implementation={implementation!r}: cannot hold RecSA's tree; leave it out, the RecSACache grows "
-                "as needed (static, offloaded and quantised caches are not supported)."
+                f"cache_implementation={implementation!r}: cannot hold RecSA's tree; leave it out, the RecSACache "
+                "grows as needed (static, offloaded and quantised caches are not supported)."
             )
         if generation_config.prefill_chunk_size is not None:
             model_kwargs["prefill_chunk_size"] = generation_config.prefill_chunk_size
@@ -448,13 +484,43 @@ class RecSAQwen3ForCausalLM(RecSAQwen3PreTrainedModel, GenerationMixin):
         given = model_kwargs.get(CACHE_FIELD)
         if given is not None:
             self.model._check_cache(given)
+            _check_history(given, model_kwargs.get("attention_mask"))
             given._is_user_defined = True
         elif generation_config.use_cache is not False:
             model_kwargs[CACHE_FIELD] = RecSACache(self.config, reserve=max_cache_length)
 
+    def prepare_inputs_for_generation(self, input_ids, next_sequence_length=None, inputs_embeds=None, **kwargs):
+        """As inherited, but refuses a history without a new token: it would be fed again behind itself.
+
+        Raises:
+            ValueError: names the columns given and those in the cache.
+        """
+        if next_sequence_length is not None and next_sequence_length < 1:
+            cached = kwargs[CACHE_FIELD].get_seq_length()
+            raise ValueError(
+                f"input_ids: {cached + next_sequence_length} columns given, but the cache already holds {cached}; "
+                "pass the whole history with at least one new token behind it, or crop the cache."
+            )
+        return super().prepare_inputs_for_generation(
+            input_ids, next_sequence_length=next_sequence_length, inputs_embeds=inputs_embeds, **kwargs
+        )
+
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         return True
+
+
+def _check_history(cache: RecSACache, attention_mask: torch.Tensor | None) -> None:
+    """Refuses a later turn whose mask contradicts the cache; newer versions pass `None` for a mask of ones."""
+    if attention_mask is not None and attention_mask.dim() != 2:
+        return  # refused by forward
+    held = cache.history.column_positions() >= 0
+    given = torch.ones_like(held) if attention_mask is None else attention_mask[:, : held.shape[1]].ne(0).cpu()
+    if given.shape == held.shape and not torch.equal(given, held):
+        raise ValueError(
+            "attention_mask: its cached part marks other tokens than the cache holds; "
+            "the mask must extend the one the cache was filled with."
+        )
 
 
 class RecSAQwen3ForSequenceClassification(RecSAQwen3PreTrainedModel):
@@ -518,7 +584,9 @@ class RecSAQwen3ForSequenceClassification(RecSAQwen3PreTrainedModel):
         elif batch == 1 or input_ids is None:
             return torch.full((batch,), width - 1, device=states.device)
         else:
-            raise ValueError("pad_token_id: is None; set config.pad_token_id or pass an attention_mask for a batch > 1.")
+            raise ValueError(
+                "pad_token_id: is None; set config.pad_token_id or pass an attention_mask for a batch > 1."
+            )
         column = torch.arange(width, device=tokens.device)
         return (column * tokens).argmax(-1).to(states.device)
 
@@ -599,7 +667,9 @@ class RecSAQwen3ForQuestionAnswering(RecSAQwen3PreTrainedModel):
             past_key_values=past_key_values,
             **{**kwargs, "return_dict": True},
         )
-        start_logits, end_logits = (part.squeeze(-1) for part in self.qa_outputs(outputs.last_hidden_state).split(1, -1))
+        start_logits, end_logits = (
+            part.squeeze(-1) for part in self.qa_outputs(outputs.last_hidden_state).split(1, -1)
+        )
         loss = None
         if start_positions is not None and end_positions is not None:
             loss = self.loss_function(start_logits, end_logits, start_positions, end_positions)
@@ -610,67 +680,6 @@ class RecSAQwen3ForQuestionAnswering(RecSAQwen3PreTrainedModel):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
-
-
-class RecSATrace:
-    """What was read, forward by forward.
-
-    Attributes:
-        forwards: one dict per forward (per chunk of a chunked prefill): layer -> `LayerTrace`.
-    """
-
-    def __init__(self):
-        self.forwards: list[dict[int, LayerTrace]] = []
-
-    def begin(self) -> None:
-        """Opens the record of the next forward."""
-        self.forwards.append({})
-
-    def record(self, layer_idx: int, rows: Rows, result: RecSAOutput) -> None:
-        """Keeps one layer's selection by column; a recomputed layer overwrites its own entry."""
-        if not self.forwards:
-            self.begin()
-        selection = {level: rows.scatter(nodes + 1) - 1 for level, nodes in (result.selection or {}).items()}
-        self.forwards[-1][layer_idx] = LayerTrace(selection, result.backend)
-
-
-@dataclasses.dataclass
-class LayerTrace:
-    """One layer's part of a forward.
-
-    Attributes:
-        selection: level (>= 1) -> chosen nodes `[B, H_kv, T, k]` int64, ascending, -1 = none (dense query or padding).
-        backend: what ran.
-    """
-
-    selection: dict[int, torch.Tensor]
-    backend: str
-
-
-@contextmanager
-def recsa_trace(model: nn.Module) -> Iterator[RecSATrace]:
-    """Collects what each forward inside the `with` block selects, per layer and level; costs nothing when unused.
-
-    Args:
-        model: any RecSA-Qwen3 model, wrapped or not.
-
-    Yields:
-        A `RecSATrace`, filled by every forward.
-
-    Raises:
-        ValueError: the model has no RecSA attention.
-    """
-    layers = [m for m in model.modules() if type(m).__name__ == RecSAQwen3Attention.__name__]
-    if not layers:
-        raise ValueError("recsa_trace: this model has no RecSA attention layer.")
-    trace = RecSATrace()
-    for layer in layers:
-        layer.trace = trace
-    try:
-        yield trace
-    finally:
-        for layer in layers:
-            layer.trace = None
 
 
 RecSAQwen3Model.register_for_auto_class("AutoModel")

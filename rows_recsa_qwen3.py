@@ -1,8 +1,8 @@
-"""Which tokens of a batch belong to which sequence: padding on either side, packed documents, and what a cache has seen.
+"""Which tokens of a batch belong to which sequence: padding, packed documents, and what a cache has seen.
 
-Attention works on sequences: `S` of them, each starting at index 0, without padding inside. A batch `[B, T]` with padding
-or with several documents packed in one row is mapped to that form and back here. This file never touches keys, levels or
-selection.
+Attention works on sequences: `S` of them, each starting at index 0, without padding inside. A batch `[B, T]` with
+padding or with several documents packed in one row is mapped to that form and back here. This file never touches keys,
+levels or selection.
 """
 
 from collections.abc import Sequence
@@ -75,8 +75,8 @@ class Rows:
         return self._index is None
 
     def gather(self, states: torch.Tensor) -> torch.Tensor:
-        """Columns `[B, H, T, D]` to sequences `[S, H, W, D]`; slots past a sequence's end repeat some finite column."""
-        if self.is_whole:
+        """Columns `[B, H, T, D]` to sequences `[S, H, W, D]`; slots past a sequence's end are some finite column."""
+        if self._index is None:
             return states
         flat = states.transpose(1, 2).flatten(0, 1)
         picked = flat.index_select(0, self._index.to(states.device))
@@ -84,7 +84,7 @@ class Rows:
 
     def scatter(self, states: torch.Tensor) -> torch.Tensor:
         """Sequences `[S, H, W, ...]` to columns `[B, H, T, ...]`, zeros at padding."""
-        if self.is_whole:
+        if self._slot is None:
             return states
         flat = states.transpose(1, 2).flatten(0, 1)
         slot = self._slot.to(states.device)
@@ -98,7 +98,7 @@ class Rows:
         starts, chunks = self.starts, []
         for begin in range(0, total, size):
             part = slice(begin, min(begin + size, total))
-            if self.is_whole:
+            if self.column_mask is None:
                 rows = Rows.whole(len(starts), part.stop - part.start, starts)
             else:
                 rows = Rows.from_columns(_row_numbers(self.column_mask[:, part]), starts)
@@ -156,6 +156,8 @@ class RowHistory:
 
     def select(self, indices: Sequence[int]) -> None:
         """Keeps (or repeats) rows in the order given."""
+        if not self.lengths:  # storage may exist before the first token
+            return
         self.lengths = [self.lengths[i] for i in indices]
         self._runs = [(width, None if mask is None else mask[list(indices)]) for width, mask in self._runs]
 
@@ -190,7 +192,8 @@ def rows_of_batch(
         ValueError: for a mask of another shape, a mask that disagrees with the cache, position ids with gaps, packed
             documents together with a filled cache, or inputs of another batch size than the cache's.
     """
-    seen = history.columns if history is not None else 0
+    history = history or RowHistory()
+    seen = history.columns
     if seen and len(history.lengths) != batch:
         raise ValueError(
             f"input_ids: batch of {batch}, but the cache holds {len(history.lengths)} rows; "

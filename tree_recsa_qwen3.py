@@ -1,8 +1,8 @@
 """The tree over a layer's keys and values: its geometry, the pooler, and building nodes.
 
-Level 0 holds tokens (keys after `k_norm`, before RoPE, and values); node i of level l + 1 covers nodes i*r ... i*r + r - 1
-of level l and exists only once all of them do. Everything about which node covers which token is decided in this file.
-It never touches queries, positions of queries, caches or RoPE.
+Level 0 holds tokens (keys after `k_norm`, before RoPE, and values); node i of level l + 1 covers nodes
+i*r ... i*r + r - 1 of level l and exists only once all of them do. Which node covers which token is decided in
+this file and nowhere else. It never touches queries, positions of queries, caches or RoPE.
 """
 
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from transformers.utils.generic import maybe_autocast
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -41,9 +42,7 @@ class TreeGeometry:
         capacity = config.recsa_top_capacity
         if capacity is None:
             capacity = (config.recsa_top_k or 0) * config.recsa_branching
-        return cls(
-            config.recsa_branching, config.recsa_top_k, config.recsa_recent, capacity, config.recsa_count_bias
-        )
+        return cls(config.recsa_branching, config.recsa_top_k, config.recsa_recent, capacity, config.recsa_count_bias)
 
     @property
     def max_candidates(self) -> int:
@@ -95,10 +94,25 @@ class Nodes(NamedTuple):
     values: torch.Tensor
 
 
+class _SumGradients(torch.autograd.Function):
+    """Identity whose gradient is summed over the processes of a group."""
+
+    @staticmethod
+    def forward(ctx, parameter, group):
+        ctx.group = group
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone(memory_format=torch.contiguous_format)
+        torch.distributed.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
 class RecSAPooler(nn.Module):
     r"""Makes the key of a node from the keys of its children; one per layer, the same for all levels. [paper]
 
-    Form [our decision]: \(m_{parent} = \sum_i softmax_i(m_i \cdot query_h + slot\_bias_i) m_i\) with m = key at level 0;
+    Form [our decision]: \(m_{parent} = \sum_i softmax_i(m_i \cdot query_h + slot\_bias_i) m_i\), m = key at level 0;
     the key that a query meets is \(proj_h \cdot m\) and never enters the recursion. At initialisation (query 0,
     slot_bias 0, proj identity) both are the plain mean.
 
@@ -106,10 +120,15 @@ class RecSAPooler(nn.Module):
         num_key_value_heads: H_kv.
         branching: r.
         head_dim: D.
+
+    Attributes:
+        mesh: the processes that share the KV heads under tensor parallelism, else `None`. Each keeps all parameters
+            and uses those of its own heads; their gradients are summed, so the parameters stay equal.
     """
 
     def __init__(self, num_key_value_heads: int, branching: int, head_dim: int):
         super().__init__()
+        self.mesh = None
         self.query = nn.Parameter(torch.empty(num_key_value_heads, head_dim))
         self.slot_bias = nn.Parameter(torch.empty(branching))
         self.proj = nn.Parameter(torch.empty(num_key_value_heads, head_dim, head_dim))
@@ -122,21 +141,41 @@ class RecSAPooler(nn.Module):
         self.slot_bias.zero_()
         self.proj.copy_(torch.eye(self.proj.shape[-1], dtype=self.proj.dtype, device=self.proj.device))
 
-    def forward(self, children: torch.Tensor) -> torch.Tensor:
-        """Pools children `[S, H_kv, n, r, D]` to `[S, H_kv, n, D]`, accumulated in float32 (float64 for float64)."""
+    def forward(self, children: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pools sibling groups; accumulates in float32 (float64 for float64).
+
+        All use of the parameters is in here: offloading and sharding bring them in for the length of one forward.
+
+        Args:
+            children: what the recursion carries, `[S, H_kv, n, r, D]`.
+
+        Returns:
+            What the recursion carries on and the keys that queries meet, each `[S, H_kv, n, D]`, in the input's dtype.
+
+        Raises:
+            ValueError: a tensor-parallel plan that splits the KV heads and leaves out the pooler.
+        """
+        query, slot_bias, proj = self._parameters_of_heads(children.shape[1])
         dtype = accumulation_dtype(children.dtype)
         wide = children.to(dtype)
-        scores = (wide * self.query.to(dtype)[:, None, None]).sum(-1) + self.slot_bias.to(dtype)
-        return (torch.softmax(scores, -1)[..., None] * wide).sum(-2).to(children.dtype)
+        scores = (wide * query.to(dtype)[:, None, None]).sum(-1) + slot_bias.to(dtype)
+        pooled = (torch.softmax(scores, -1)[..., None] * wide).sum(-2).to(children.dtype)
+        with maybe_autocast(children.device.type, enabled=False):
+            keys = pooled.to(dtype) @ proj.to(dtype).transpose(-1, -2)
+        return pooled, keys.to(children.dtype)
 
-    def read(self, pooled: torch.Tensor) -> torch.Tensor:
-        """The keys `[S, H_kv, n, D]` that queries meet, from pooled nodes of the same shape."""
-        dtype = accumulation_dtype(pooled.dtype)
-        return (pooled.to(dtype) @ self.proj.to(dtype).transpose(-1, -2)).to(pooled.dtype)
-
-    def unused(self) -> torch.Tensor:
-        """A zero that touches every parameter, so that a step without any node still gives each a (zero) gradient."""
-        return 0.0 * (self.query.sum() + self.slot_bias.sum() + self.proj.sum())
+    def _parameters_of_heads(self, heads: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The query, slot_bias and proj of the `heads` KV heads that this process holds."""
+        if heads == len(self.query):
+            return self.query, self.slot_bias, self.proj
+        if self.mesh is None:
+            raise ValueError(
+                f"tp_plan: splits the {len(self.query)} KV heads but not the pooler; "
+                "keep the entry 'layers.*.self_attn.pooler' of the configuration's base_model_tp_plan."
+            )
+        group, first = self.mesh.get_group(), self.mesh.get_local_rank() * heads
+        query, slot_bias, proj = (_SumGradients.apply(p, group) for p in (self.query, self.slot_bias, self.proj))
+        return query[first : first + heads], slot_bias, proj[first : first + heads]
 
 
 def build_nodes(pooler: RecSAPooler, pooled: torch.Tensor, values: torch.Tensor, branching: int) -> Nodes:
@@ -152,14 +191,12 @@ def build_nodes(pooler: RecSAPooler, pooled: torch.Tensor, values: torch.Tensor,
         `Nodes` with n nodes, in the dtype of the input.
     """
     children = pooled.unflatten(2, (-1, branching))
-    parents = pooler(children)
+    parents, keys = pooler(children)
     means = values.unflatten(2, (-1, branching)).to(accumulation_dtype(values.dtype)).mean(-2).to(values.dtype)
-    return Nodes(parents, pooler.read(parents), means)
+    return Nodes(parents, keys, means)
 
 
-def build_levels(
-    keys: torch.Tensor, values: torch.Tensor, pooler: RecSAPooler, branching: int, depth: int
-) -> Levels:
+def build_levels(keys: torch.Tensor, values: torch.Tensor, pooler: RecSAPooler, branching: int, depth: int) -> Levels:
     """Builds levels 0 ... depth over whole rows, differentiable in keys, values and pooler.
 
     Args:

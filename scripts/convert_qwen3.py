@@ -2,10 +2,10 @@
 
     python scripts/convert_qwen3.py --source Qwen/Qwen3-0.6B --output converted/RecSA-Qwen3-0.6B
 
-Every tensor of the source is copied (or cast, with `--dtype`), the poolers are initialised by the model's own code, and
-the tokenizer, chat template and generation config are carried over byte for byte. Tensors pass through one buffer of
-`CHUNK_BYTES`, so memory stays the same for any model size. Everything is checked before anything is written; the folder
-is built beside the output under a `.partial-` name and renamed at the end, so the output is complete or absent.
+Every tensor of the source is copied (or cast, with `--dtype`), the poolers are initialised by the model's own code,
+and the tokenizer, chat template and generation config are carried over byte for byte. Tensors pass through one buffer
+of `CHUNK_BYTES`, so memory is the same for any size of model. Everything is checked before anything is written; the
+folder is built beside the output under a `.partial-` name and renamed at the end: the output is complete or absent.
 
 This file never runs the model, never runs code from the source, and never changes the source.
 """
@@ -19,10 +19,10 @@ import json
 import math
 import os
 import re
+import secrets
 import shutil
 import signal
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,21 +32,19 @@ import huggingface_hub
 import torch
 import transformers
 import yaml
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from huggingface_hub.utils import validate_repo_id
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_relative_import_files
 
 import recsa_qwen3
-from recsa_qwen3 import RecSAQwen3Config
+from recsa_qwen3 import RecSAQwen3Config, TreeGeometry
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 REPORT = "conversion_report.json"
-CHUNK_BYTES = 32 * 2**20
-# A larger header means that the file is something else; the safetensors library draws the same line.
-MAX_HEADER_BYTES = 100_000_000
+CHUNK_BYTES = 8 * 2**20
 
 # safetensors' names of the dtypes that a Qwen3 checkpoint may be stored in
 STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -68,7 +66,7 @@ CARRIED = (
     "NOTICE*",
 )
 # README.md is read for the licence only
-DOWNLOADED = (*CARRIED, "config.json", "README.md", INDEX, "*.safetensors", "*.bin.index.json")
+DOWNLOADED = (*CARRIED, "config.json", "README.md", INDEX, "*.safetensors")
 
 # recsa_* field -> default, read from the config so that no option and no default is written a second time
 RECSA_DEFAULTS = {
@@ -122,11 +120,12 @@ class StoredTensor:
     def _cast(self, block: memoryview, dtype: torch.dtype) -> memoryview:
         values = torch.frombuffer(block, dtype=self.dtype)
         cast = values.to(dtype)
-        if (cast.isinf() & ~values.isinf()).any():
+        bounds = torch.stack(torch.aminmax(cast))  # cheap, and NaN or infinite whenever any value is
+        if not bounds.isfinite().all() and (cast.isinf() & ~values.isinf()).any():
             raise ConversionError(
                 f"{self.name} holds values beyond the range of {name_of(dtype)}; choose --dtype bfloat16 or float32."
             )
-        return memoryview(cast.view(torch.uint8).numpy())
+        return cast.view(torch.uint8).numpy().data
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +133,6 @@ class PoolerTensor:
     """A pooler tensor that the source does not have; its values come from the model's own initialisation."""
 
     name: str
-    dtype: torch.dtype
     shape: tuple[int, ...]
     model: PreTrainedModel
 
@@ -144,17 +142,18 @@ class PoolerTensor:
         pooler = copy.deepcopy(self.model.get_submodule(module_name)).to_empty(device="cpu")
         self.model._init_weights(pooler)
         values = pooler.get_parameter(parameter_name).detach().to(dtype).contiguous()
-        yield memoryview(values.view(-1).view(torch.uint8).numpy())
+        yield values.view(-1).view(torch.uint8).numpy().data
 
 
 Tensor = StoredTensor | PoolerTensor
+Entries = list[tuple[Tensor, torch.dtype]]  # tensors with the dtype that each is written in
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """All that will be written: `files` maps a weight file's name to its tensors with the dtype each is written in."""
+    """The weight files to be written, and the tensors of the source that go into none of them."""
 
-    files: dict[str, list[tuple[Tensor, torch.dtype]]]
+    files: dict[str, Entries]
     left_out: list[str]
 
     def tensors(self) -> Iterator[tuple[Tensor, torch.dtype]]:
@@ -220,7 +219,7 @@ def find_source(source: str, revision: str | None) -> Source:
     except HFValidationError as error:
         raise ConversionError(f"{source!r} is neither an existing folder nor a Hub id.") from error
     except OSError as error:
-        raise ConversionError(f"{source!r} is no local folder, and the Hub did not give its config: {error}") from error
+        raise ConversionError(f"{source!r} is no local folder, and the Hub gives no config.json: {error}") from error
     # the cache keeps a repository's files under the commit they belong to
     return Source(source, config.parent.name, config.parent, from_hub=True)
 
@@ -230,7 +229,12 @@ def download(source: Source) -> None:
     if not source.from_hub:
         return
     try:
-        huggingface_hub.snapshot_download(source.name, revision=source.revision, allow_patterns=list(DOWNLOADED))
+        huggingface_hub.snapshot_download(
+            source.name,
+            revision=source.revision,
+            allow_patterns=list(DOWNLOADED),
+            ignore_patterns=["*/*.safetensors"],  # patterns cross folders; Qwen3's weights lie at the top
+        )
     except OSError as error:
         raise ConversionError(f"{source.name!r} could not be downloaded: {error}") from error
 
@@ -267,9 +271,7 @@ def architecture_of(fields: dict[str, Any]) -> str:
     return (fields.get("architectures") or ["Qwen3ForCausalLM"])[0]
 
 
-def make_config(
-    fields: dict[str, Any], recsa: dict[str, Any]
-) -> tuple[RecSAQwen3Config, GenerationConfig | None]:
+def make_config(fields: dict[str, Any], recsa: dict[str, Any]) -> tuple[RecSAQwen3Config, GenerationConfig | None]:
     """Builds our config from the source's `config.json`, in whatever spelling its RoPE settings are.
 
     Old checkpoints may keep generation settings in `config.json`, which transformers no longer lets a config hold:
@@ -287,7 +289,7 @@ def make_config(
     fields = {key: value for key, value in fields.items() if key not in moved}
     try:
         config = RecSAQwen3Config.from_dict({**fields, **recsa})
-    except (ValueError, TypeError, KeyError) as error:
+    except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
         raise ConversionError(f"the configuration is refused: {error}") from error
     config.name_or_path = ""  # may be a path of the machine that saved the source
     return config, generation
@@ -302,28 +304,24 @@ def read_header(path: Path) -> list[StoredTensor]:
     Raises:
         ConversionError: if the file is not in that format, is cut off, or holds a dtype that Qwen3 is not stored in.
     """
-    size = path.stat().st_size
+    try:
+        with safe_open(path, framework="pt"):
+            pass  # the library checks the whole header against the file's size
+    except SafetensorError as error:
+        raise ConversionError(
+            f"{path.name} is not a complete safetensors file ({error}); fetch it again. (A file of some hundred bytes "
+            "is a git-lfs pointer: `git lfs pull`.)"
+        ) from error
     with open(path, "rb") as file:
-        start = file.read(8)
-        if start == b"version ":  # the first word of a git-lfs pointer
-            raise ConversionError(f"{path.name} is a git-lfs pointer, not the weights; fetch them with `git lfs pull`.")
-        length = int.from_bytes(start, "little")
-        if len(start) < 8 or length > min(MAX_HEADER_BYTES, size - 8):
-            raise ConversionError(f"{path.name} is not a complete safetensors file.")
-        try:
-            header = json.loads(file.read(length))
-        except ValueError as error:
-            raise ConversionError(f"{path.name} is not a safetensors file: its header is not JSON.") from error
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
     tensors = []
     for name, entry in header.items():
-        if name == "__metadata__":
-            continue
         if entry["dtype"] not in STORED_DTYPES:
             raise ConversionError(f"{name} is stored as {entry['dtype']}; quantised weights cannot be converted.")
-        dtype, shape, (begin, end) = STORED_DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
-        if end - begin != byte_size(shape, dtype) or 8 + length + end > size:
-            raise ConversionError(f"{path.name} is cut off or damaged at {name}.")
-        tensors.append(StoredTensor(name, dtype, shape, path, 8 + length + begin))
+        dtype, start = STORED_DTYPES[entry["dtype"]], 8 + length + entry["data_offsets"][0]
+        tensors.append(StoredTensor(name, dtype, tuple(entry["shape"]), path, start))
     return tensors
 
 
@@ -353,6 +351,17 @@ def read_checkpoint(folder: Path) -> list[StoredTensor]:
     return tensors
 
 
+def uniform_names(stored: list[StoredTensor]) -> list[StoredTensor]:
+    """Qwen3's question answering head calls the decoder `transformer`; here every head calls it `model`."""
+    old, new = "transformer.", "model."
+    return [
+        dataclasses.replace(tensor, name=new + tensor.name.removeprefix(old))
+        if tensor.name.startswith(old)
+        else tensor
+        for tensor in stored
+    ]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Planning
 # ---------------------------------------------------------------------------------------------------------------------
@@ -361,9 +370,9 @@ def read_checkpoint(folder: Path) -> list[StoredTensor]:
 def empty_model(config: RecSAQwen3Config, architecture: str, stored: list[StoredTensor]) -> PreTrainedModel:
     """Builds the model without storage: the one source for the names and shapes that a checkpoint must have.
 
-    A checkpoint without Qwen3's `model.` prefix was saved from the bare model, whatever its config says.
+    A checkpoint whose names have no prefix was saved from the bare model, whatever its config says.
     """
-    if not any(tensor.name.startswith("model.") for tensor in stored):
+    if any(tensor.name.startswith("layers.") for tensor in stored):
         architecture = "Qwen3Model"
     with torch.device("meta"):
         return getattr(recsa_qwen3, f"RecSA{architecture}")(config)
@@ -407,12 +416,8 @@ def make_plan(
     for name in left_out:
         check_equal(by_name[name], by_name[tied[name]])
     pooler_dtype = dtype or main_dtype(stored)
-    entries: list[tuple[Tensor, torch.dtype]] = [
-        (tensor, dtype or tensor.dtype) for tensor in stored if tensor.name not in left_out
-    ]
-    added: list[tuple[Tensor, torch.dtype]] = [
-        (PoolerTensor(name, pooler_dtype, expected[name], model), pooler_dtype) for name in poolers
-    ]
+    entries: Entries = [(tensor, dtype or tensor.dtype) for tensor in stored if tensor.name not in left_out]
+    added: Entries = [(PoolerTensor(name, expected[name], model), pooler_dtype) for name in poolers]
     files = split(entries + added, shard_size) if shard_size else keep_files(entries, added)
     return Plan(files, left_out)
 
@@ -437,11 +442,9 @@ def check_equal(tensor: StoredTensor, other: StoredTensor) -> None:
         )
 
 
-def keep_files(
-    entries: list[tuple[Tensor, torch.dtype]], added: list[tuple[Tensor, torch.dtype]]
-) -> dict[str, list[tuple[Tensor, torch.dtype]]]:
+def keep_files(entries: Entries, added: Entries) -> dict[str, Entries]:
     """Groups the tensors by the file they come from; what is added goes into the last one."""
-    files: dict[str, list[tuple[Tensor, torch.dtype]]] = {}
+    files: dict[str, Entries] = {}
     for tensor, dtype in entries:
         assert isinstance(tensor, StoredTensor)
         files.setdefault(tensor.file.name, []).append((tensor, dtype))
@@ -449,11 +452,9 @@ def keep_files(
     return files
 
 
-def split(
-    entries: list[tuple[Tensor, torch.dtype]], shard_size: int
-) -> dict[str, list[tuple[Tensor, torch.dtype]]]:
+def split(entries: Entries, shard_size: int) -> dict[str, Entries]:
     """Fills files of at most `shard_size` bytes in order; a larger tensor gets a file of its own."""
-    shards: list[list[tuple[Tensor, torch.dtype]]] = []
+    shards: list[Entries] = []
     room = 0
     for tensor, dtype in entries:
         size = byte_size(tensor.shape, dtype)
@@ -500,12 +501,10 @@ def partial_folder(output: Path) -> Iterator[Path]:
     """
     new_parents = [parent for parent in output.parents if not parent.exists()]
     output.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f"{output.name}.partial-", dir=output.parent))
+    work = output.with_name(f"{output.name}.partial-{secrets.token_hex(4)}")
+    work.mkdir()
     try:
         yield work
-        umask = os.umask(0)
-        os.umask(umask)
-        work.chmod(0o777 & ~umask)  # mkdtemp makes a private folder
         if output.exists():
             output.rmdir()
         work.rename(output)
@@ -517,7 +516,7 @@ def partial_folder(output: Path) -> Iterator[Path]:
         raise
 
 
-def write_weights(path: Path, entries: list[tuple[Tensor, torch.dtype]]) -> None:
+def write_weights(path: Path, entries: Entries) -> None:
     """Writes a safetensors file (format: see `read_header`), holding one chunk of one tensor at a time."""
     # wide dtypes first and a header of a multiple of 8 bytes: every tensor then starts at a multiple of its item size
     entries = sorted(entries, key=lambda entry: -entry[1].itemsize)
@@ -608,19 +607,19 @@ def write_card(folder: Path, source: Source, config: RecSAQwen3Config, report: d
         auto for auto, target in config.auto_map.items() if target.endswith(f".{report['architecture']}")
     )
     fields = "\n".join(f"| `{name}` | `{value}` |" for name, value in report["recsa"].items())
-    exact = config.recsa_top_capacity or "recsa_top_k * recsa_branching"
+    capacity = TreeGeometry.from_config(config).top_capacity
     text = f"""---
 {data.to_yaml()}
 ---
 
 # {source.name.rpartition("/")[2]} with Recursive Sparse Attention
 
-Converted from `{source.name}`{revision}: Qwen3's weights are unchanged ({report["dtype"]}), and each attention layer has
-a new pooler for Recursive Sparse Attention (arXiv 2611.07232).
+Converted from `{source.name}`{revision}. The weights are the source's own, in {report["dtype"]}; each attention layer
+has a new pooler for Recursive Sparse Attention (arXiv 2611.07232).
 
-**The poolers are untrained.** Up to {exact} tokens (`recsa_top_capacity`) attention is exactly dense and the outputs are
-those of the base model. Beyond that length the model needs distillation: an untrained pooler is a plain mean and does
-not find what the query looks for.
+**The poolers are untrained.** Up to `recsa_top_capacity` ({capacity}) tokens attention is exactly dense and the
+outputs are those of the base model. Beyond that the model needs distillation: an untrained pooler is a plain mean,
+which does not lead a query to what it looks for. (With `recsa_top_k` = `None` attention is dense at every length.)
 
 | field | value |
 | --- | --- |
@@ -715,7 +714,7 @@ def convert(
     check_convertible(found.name, fields)
     config, generation = make_config(fields, recsa or {})
     download(found)
-    stored = read_checkpoint(found.folder)
+    stored = uniform_names(read_checkpoint(found.folder))
     if not stored:
         raise ConversionError("the weight files hold no tensors.")
     wanted = None if dtype == "auto" else getattr(torch, dtype)
@@ -760,17 +759,17 @@ def push(folder: Path, repo_id: str, private: bool) -> str:
 
 def print_report(report: dict[str, Any]) -> None:
     copied, added = report["copied"], report["initialised"]
-    kinds = sorted({name.rpartition(".")[2] for name in added["names"]})
+    kinds = sorted({"pooler." + name.rpartition(".")[2] for name in added["names"]})
     how = f"{copied['cast']} of them cast to {report['dtype']}" if copied["cast"] else "bit for bit"
     print(f"source       {report['source']['name']} ({report['source']['revision'] or 'local folder'})")
     print(f"model        {report['architecture']}, {report['dtype']}")
     print(f"copied       {copied['tensors']} tensors, {readable(copied['bytes'])}, {how}")
-    print(f"initialised  {added['tensors']} pooler tensors ({', '.join(kinds)}), {readable(added['bytes'])}: untrained")
+    print(f"initialised  {added['tensors']} tensors ({', '.join(kinds)}), {readable(added['bytes'])}: untrained")
     if report["left_out"]["tied"]:
         print(f"left out     {', '.join(report['left_out']['tied'])}: equal to the tied embedding")
     print(f"carried over {', '.join(report['carried_over']) or 'nothing: the source has no tokenizer files'}")
     print(f"code         {', '.join(report['code'])}")
-    print(f"recsa        {', '.join(f'{k.removeprefix("recsa_")}={v}' for k, v in report['recsa'].items())}")
+    print(f"recsa        {', '.join(f'{k}={v}' for k, v in report['recsa'].items())}")
 
 
 def field_value(text: str) -> int | bool | str | None:
@@ -812,7 +811,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--push-to-hub", type=repo_value, metavar="ID", help="upload the result to this repository")
     parser.add_argument("--private", action="store_true", help="make the repository private if it is new")
-    group = parser.add_argument_group("fields of the attention (written to config.json; `none` where a field allows it)")
+    group = parser.add_argument_group("recsa fields of config.json (`none` where a field allows it)")
     for name, default in RECSA_DEFAULTS.items():
         group.add_argument(
             f"--{name.removeprefix('recsa_').replace('_', '-')}",
@@ -828,36 +827,49 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def on_termination(number: int, frame: object) -> NoReturn:
-    """Turns a polite request to end into an exception, so that the unfinished folder is removed."""
-    raise KeyboardInterrupt(signal.Signals(number).name)
+@contextlib.contextmanager
+def orderly_interrupts() -> Iterator[None]:
+    """Lets SIGINT and SIGTERM raise `KeyboardInterrupt` once: a second one must not stop the clean-up of the first."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+
+    def stop(number: int, frame: object) -> NoReturn:
+        for each in numbers:
+            signal.signal(each, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    previous = [signal.signal(number, stop) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, previous, strict=True):
+            signal.signal(number, handler)
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    signal.signal(signal.SIGTERM, on_termination)
     try:
-        report = convert(
-            options.source,
-            options.output,
-            dtype=options.dtype,
-            recsa={name: getattr(options, name) for name in RECSA_DEFAULTS if hasattr(options, name)},
-            revision=options.revision,
-            max_shard_size=options.max_shard_size,
-        )
+        with orderly_interrupts():
+            report = convert(
+                options.source,
+                options.output,
+                dtype=options.dtype,
+                recsa={name: getattr(options, name) for name in RECSA_DEFAULTS if hasattr(options, name)},
+                revision=options.revision,
+                max_shard_size=options.max_shard_size,
+            )
     except (ConversionError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted: nothing was written", file=sys.stderr)
+        print("interrupted; no unfinished folder is left", file=sys.stderr)
         return 130
     print_report(report)
-    print(f"written to   {options.output}")
+    print(f"written to   {options.output}", flush=True)
     if options.push_to_hub:
         try:
             print(f"pushed to    {push(Path(options.output).expanduser(), options.push_to_hub, options.private)}")
-        except Exception as error:  # whatever the network does, the finished folder stays and the user is told
-            print(f"error: the push failed: {error}", file=sys.stderr)
+        except (Exception, KeyboardInterrupt) as error:  # whatever happens here, the finished folder stays
+            print(f"error: the push failed: {error or 'interrupted'}", file=sys.stderr)
             print(
                 f"The converted model is complete in {options.output}; to push it again: "
                 f"hf upload {options.push_to_hub} {options.output}",

@@ -1,4 +1,4 @@
-"""Fresh Python processes for tests of loading, saving and publishing, and the tiny models that these tests use.
+"""Fresh Python processes for tests of loading, saving and publishing, and the tokenizer that they use.
 
 A fresh process starts with empty caches of modules and may reach 127.0.0.1 at most: every other connection or look-up
 of a name raises and is recorded. This file never touches the hub server or the model's code.
@@ -113,36 +113,3 @@ def tiny_tokenizer():
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     specials = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **specials)
-
-
-def tiny_model():
-    """A tiny causal RecSA model with poolers away from their initial value; dense up to 16 tokens."""
-    import torch
-
-    from recsa_qwen3 import RecSAQwen3Config, RecSAQwen3ForCausalLM
-
-    torch.manual_seed(0)
-    sparse = {"recsa_branching": 4, "recsa_top_k": 4, "recsa_top_capacity": 16}
-    model = RecSAQwen3ForCausalLM(RecSAQwen3Config(**tiny_fields(), **sparse))
-    for name, parameter in model.named_parameters():
-        if ".pooler." in name:
-            torch.nn.init.normal_(parameter, std=0.2)
-    return model
-
-
-def tiny_fields() -> dict[str, Any]:
-    """Fields of a tiny Qwen3 configuration with 4 query heads, 2 key-value heads and head_dim 32."""
-    return {
-        "vocab_size": 320,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": False,
-        "pad_token_id": 0,
-        "eos_token_id": 1,
-        "bos_token_id": None,
-    }

@@ -5,7 +5,8 @@ import shutil
 
 import pytest
 
-from fresh import SOURCES, run_fresh, tiny_fields, tiny_model, tiny_tokenizer
+from conftest import TINY, tiny_model
+from fresh import SOURCES, run_fresh, tiny_tokenizer
 from hub_server import HubServer
 
 
@@ -42,7 +43,7 @@ report(logits=logits(model), ids=ids, sha=sha, files=api.list_repo_files("tester
 def test_the_server_serves_a_stock_model(hub, tmp_path):
     """The server itself: push, pull, edit and delete with the real client, no RecSA involved."""
     tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
-    fields = json.dumps(tiny_fields())
+    fields = json.dumps({name: value for name, value in TINY.items() if not name.startswith("recsa_")})
     pushed = run_fresh(PUSH_STOCK, fields, tmp_path / "tokenizer", home=tmp_path / "a", env=hub.env())
     first = hub.commits("tester/stock")
     assert "generation_config.json" in hub.files("tester/stock")

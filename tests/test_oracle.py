@@ -10,9 +10,10 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-import oracle
 import pytest
 import torch
+
+import oracle
 
 torch.set_num_threads(1)
 

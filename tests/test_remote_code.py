@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from transformers.dynamic_module_utils import get_imports
 
-from fresh import ROOT, SOURCES, run_fresh, tiny_model, tiny_tokenizer
+from conftest import tiny_model
+from fresh import ROOT, SOURCES, run_fresh, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -25,10 +26,11 @@ def origin(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(origin, tmp_path_factory) -> dict:
-    """Logits and greedy tokens of the installed package's own class."""
+    """Logits and greedy tokens of the installed package's own class, at a length where keys are left out."""
     code = """
     from recsa_qwen3 import RecSAQwen3ForCausalLM
     model = RecSAQwen3ForCausalLM.from_pretrained(args[0])
+    assert logits(model) != logits(RecSAQwen3ForCausalLM.from_pretrained(args[0], recsa_top_k=None))
     report(logits=logits(model), tokens=tokens(model))
     """
     return run_fresh(code, origin, home=tmp_path_factory.mktemp("home") / "hf")
@@ -71,7 +73,7 @@ def test_saved_copies_of_copies_are_complete(origin, expected, tmp_path):
 
         for copy in (target, Path(f"{target}-model")):
             assert sorted(path.name for path in copy.glob("*.py")) == SOURCES
-            assert all((copy / source).read_text() == (ROOT / source).read_text() for source in SOURCES)
+            assert all((copy / source).read_bytes() == (origin / source).read_bytes() for source in SOURCES)
             assert not [path for path in copy.iterdir() if path.is_dir()]
         for file in tmp_path.glob(f"{name}*/*.json"):
             assert str(tmp_path) not in file.read_text(), f"{file.name} holds an absolute path"

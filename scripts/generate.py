@@ -1,0 +1,222 @@
+"""Read a long text with a RecSA-Qwen3 model and answer: the main job.
+
+    python scripts/generate.py                                   # the embedded default, a generated haystack
+    python scripts/generate.py --haystack 65536 --task lookalike
+    python scripts/generate.py --model DIR_OR_HUB_ID --prompt-file book.txt --question "Who is the narrator?"
+    cat notes.txt | python scripts/generate.py --model DIR_OR_HUB_ID --prompt-file -
+
+Shows progress while it reads, streams the answer, then prints tokens, time, levels, and how many entries the last
+query read against how many dense attention would have. Without `--model`, the small dense checkpoint of this
+repository is converted once by `scripts/convert_qwen3.py` and used. This file decides nothing about attention.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, TextStreamer, set_seed
+from transformers.utils import logging
+
+import needle_text
+
+try:
+    from recsa_qwen3 import RecSACache, RecSAQwen3ForCausalLM, TreeGeometry
+    from recsa_qwen3.modeling_recsa_qwen3 import CACHE_FIELD
+except ImportError as error:
+    raise SystemExit(f"recsa_qwen3 cannot be imported ({error}); run: pip install -e . in the repository") from error
+
+ROOT = Path(__file__).resolve().parent.parent
+DENSE_DEFAULT = ROOT / "models" / "small-dense"
+DEFAULT = ROOT / "models" / "small-recsa"
+# The library's r and k; exactly dense up to the length that the small model was trained at.
+DEFAULT_FIELDS = {"recsa_branching": 16, "recsa_top_k": 128, "recsa_top_capacity": 2048}
+DEFAULT_HAYSTACK = 4096
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", help="folder or Hub id of a RecSA-Qwen3 (or stock Qwen3) checkpoint")
+    text = parser.add_mutually_exclusive_group()
+    text.add_argument("--prompt-file", help="text file to read, or - for standard input")
+    text.add_argument("--haystack", type=int, metavar="TOKENS", help=f"generate a text (default {DEFAULT_HAYSTACK})")
+    parser.add_argument("--task", choices=needle_text.TASKS, default="needle", help="what the haystack hides")
+    parser.add_argument("--question", help="appended to the text")
+    parser.add_argument("--raw", action="store_true", help="do not use the tokenizer's chat template")
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--branching", type=int, help="r; another value than the checkpoint's resets its slot_bias")
+    parser.add_argument("--top-k", type=int, help="k, nodes selected per level")
+    parser.add_argument("--top-capacity", type=int, help="M, tokens up to which attention is exactly dense")
+    parser.add_argument("--dense", action="store_true", help="dense attention at every length, for comparison")
+    parser.add_argument("--chunk", type=int, help="tokens per prefill chunk")
+    parser.add_argument("--sample", action="store_true", help="sample instead of greedy decoding")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    if options.max_new_tokens < 1:
+        parser.error("--max-new-tokens must be at least 1")
+    return options
+
+
+def default_model() -> Path:
+    """The embedded default: the small dense checkpoint, converted on first use."""
+    if not DEFAULT.exists():
+        from convert_qwen3 import convert
+
+        print(f"converting {DENSE_DEFAULT.relative_to(ROOT)} to {DEFAULT.relative_to(ROOT)} (once)")
+        convert(str(DENSE_DEFAULT), DEFAULT, recsa=DEFAULT_FIELDS)
+    return DEFAULT
+
+
+def load_model(options: argparse.Namespace) -> RecSAQwen3ForCausalLM:
+    """The model on its device, with the options' fields in its configuration."""
+    source = options.model or str(default_model())
+    fields: dict[str, Any] = {}
+    if options.branching is not None:
+        fields["recsa_branching"] = options.branching
+    if options.top_k is not None:
+        fields["recsa_top_k"] = options.top_k
+    if options.top_capacity is not None:
+        fields["recsa_top_capacity"] = options.top_capacity
+    if options.dense:
+        fields["recsa_top_k"] = None
+    try:
+        stored = AutoConfig.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"--model {source}: {error}") from error
+    if stored.model_type not in ("recsa_qwen3", "qwen3"):
+        raise SystemExit(
+            f"--model {source}: is a {stored.model_type!r} checkpoint; this script runs Qwen3 and RecSA-Qwen3"
+        )
+    if stored.model_type == "qwen3":
+        print("stock Qwen3 checkpoint: its poolers are untrained means; convert and distil it for long prompts")
+    if "recsa_top_capacity" not in fields and (fields.get("recsa_top_k") or options.branching):
+        # a larger k * r may pass the stored M; then M rises with it
+        top_k = fields.get("recsa_top_k", getattr(stored, "recsa_top_k", 128)) or 0
+        candidates = top_k * fields.get("recsa_branching", getattr(stored, "recsa_branching", 16))
+        fields["recsa_top_capacity"] = max(candidates, getattr(stored, "recsa_top_capacity", 8192) or 0)
+    model = RecSAQwen3ForCausalLM.from_pretrained(
+        source,
+        dtype="auto" if options.dtype == "auto" else getattr(torch, options.dtype),
+        # r slot biases do not fit another r
+        ignore_mismatched_sizes="recsa_branching" in fields,
+        **fields,
+    )
+    if options.device == "cpu" and options.dtype == "auto":
+        model = model.float()  # bfloat16 is slower than float32 on most CPUs
+    return model.to(options.device).eval()
+
+
+def read_prompt(
+    options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase
+) -> tuple[torch.Tensor, needle_text.Example | None]:
+    """Prompt ids `[1, N]`, and the example where the text was generated."""
+    if options.prompt_file is None:
+        example = needle_text.make_example(options.haystack or DEFAULT_HAYSTACK, options.task, options.seed)
+        text = example.prompt if options.question is None else f"{example.prompt}\n{options.question}"
+        if options.question is None and options.model is not None:
+            # another model's tokenizer: ask in words, and let it count its own tokens
+            text = f"{text}\nComplete the last line with the words that were noted above."
+    else:
+        example = None
+        text = sys.stdin.read() if options.prompt_file == "-" else Path(options.prompt_file).read_text("utf-8")
+        if options.question:
+            text = f"{text}\n\n{options.question}"
+    if not text.strip():
+        raise SystemExit("--prompt-file: the text is empty")
+    if tokenizer.chat_template and not options.raw:
+        messages = [{"role": "user", "content": text}]
+        text = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False, enable_thinking=False
+        )
+    ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids
+    if ids.shape[1] < 2:
+        raise SystemExit("the prompt has fewer than two tokens")
+    return ids, example
+
+
+def prefill(model: RecSAQwen3ForCausalLM, ids: torch.Tensor, chunk: int, reserve: int) -> RecSACache:
+    """Reads all but the last token of `ids` `[1, N]` into a cache, with a progress bar on standard error."""
+    cache = RecSACache(model.config, reserve=reserve)
+    end = ids.shape[1] - 1
+    with torch.inference_mode(), tqdm(total=end, unit="tok", unit_scale=True, desc="reading", file=sys.stderr) as bar:
+        for begin in range(0, end, chunk):
+            part = ids[:, begin : min(begin + chunk, end)]
+            model(part, cache=cache, logits_to_keep=1)
+            bar.update(part.shape[1])
+    return cache
+
+
+def describe_read(geometry: TreeGeometry, tokens: int) -> str:
+    """The levels that the last query walked, and its entries against dense attention's."""
+    position = tokens - 1
+    depth = geometry.depth(position)
+    if depth == 0:
+        return f"levels: tokens only (dense); the last query read {tokens:,} entries, as dense attention"
+    entries = [-(-tokens // geometry.branching**depth)]
+    for level in range(depth - 1, -1, -1):
+        path = position // geometry.branching**level
+        first_child = position // geometry.branching ** (level + 1) * geometry.branching
+        entries.append(geometry.max_candidates - geometry.branching + path - first_child + 1)
+    walk = ", ".join(f"level {level}: {number:,}" for level, number in zip(range(depth, -1, -1), entries, strict=True))
+    total = sum(entries)
+    saved = f"the last query read {total:,} entries, dense attention reads {tokens:,} ({tokens / total:.1f}x)"
+    return f"levels: {walk}\n{saved}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    set_seed(options.seed)
+    if not options.device.startswith(("cpu", "cuda")) or (options.device != "cpu" and not torch.cuda.is_available()):
+        raise SystemExit(f"--device {options.device}: not available here; use cpu")
+    model = load_model(options)
+    tokenizer = AutoTokenizer.from_pretrained(options.model or DEFAULT)
+    ids, example = read_prompt(options, tokenizer)
+    tokens = ids.shape[1]
+    ids = ids.to(model.device)
+    fields = model.config
+    print(
+        f"{tokens:,} tokens; r = {fields.recsa_branching}, k = {fields.recsa_top_k}, M = {fields.recsa_top_capacity}, "
+        f"{model.dtype} on {model.device}".replace("torch.", "")
+    )
+
+    began = time.perf_counter()
+    chunk = options.chunk or min(fields.recsa_prefill_chunk, 1024 if model.device.type == "cpu" else 1 << 20)
+    cache = prefill(model, ids, chunk, reserve=tokens + options.max_new_tokens)
+    read = time.perf_counter() - began
+    tail = ids[0, -12:]
+    print(f"... {tokenizer.decode(tail, skip_special_tokens=True)}")
+
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    began = time.perf_counter()
+    output = model.generate(
+        ids,
+        **{CACHE_FIELD: cache},
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=options.max_new_tokens,
+        do_sample=options.sample,
+        streamer=streamer,
+    )
+    wrote = time.perf_counter() - began
+    new = output[0, tokens:]
+
+    print(f"\nread {tokens:,} tokens in {read:.1f} s ({tokens / read:,.0f} tokens/s), ", end="")
+    print(f"wrote {len(new)} in {wrote:.2f} s ({wrote / len(new) * 1000:.0f} ms each); path: {model.last_backend}")
+    print(describe_read(TreeGeometry.from_config(fields), tokens))
+    if example is not None:
+        found = tokenizer.decode(new, skip_special_tokens=True)
+        right = needle_text.encode(found)[: len(example.answer_ids)] == example.answer_ids.tolist()
+        print(f"expected: {example.answer} -> {'right' if right else 'wrong'}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
