@@ -118,14 +118,20 @@ def read_prompt(
 ) -> tuple[torch.Tensor, needle_text.Example | None]:
     """Prompt ids `[1, N]`, and the example where the text was generated."""
     if options.prompt_file is None:
-        example = needle_text.make_example(options.haystack or DEFAULT_HAYSTACK, options.task, options.seed)
+        try:
+            example = needle_text.make_example(options.haystack or DEFAULT_HAYSTACK, options.task, options.seed)
+        except ValueError as error:
+            raise SystemExit(f"--haystack: {error}") from error
         text = example.prompt if options.question is None else f"{example.prompt}\n{options.question}"
         if options.question is None and options.model is not None:
             # another model's tokenizer: ask in words, and let it count its own tokens
             text = f"{text}\nComplete the last line with the words that were noted above."
     else:
         example = None
-        text = sys.stdin.read() if options.prompt_file == "-" else Path(options.prompt_file).read_text("utf-8")
+        try:
+            text = sys.stdin.read() if options.prompt_file == "-" else Path(options.prompt_file).read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise SystemExit(f"--prompt-file: {error}") from error
         if options.question:
             text = f"{text}\n\n{options.question}"
     if not text.strip():
