@@ -383,7 +383,8 @@ class _Reference:
         recent = self.geometry.recent
         importance = torch.softmax(logits.masked_fill(~scored[..., None, :], float("-inf")), -1).sum(-2)
         free = slots < number[..., None] - 1 - recent
-        importance = importance.masked_fill(~free, -1.0)
+        # NaN inputs give a NaN output, not an unclear error here
+        importance = importance.nan_to_num(0.0).masked_fill(~free, -1.0)
         places = self.geometry.top_k - 1 - recent
         threshold = importance.topk(places, -1).values[..., -1:]
         above = importance > threshold
@@ -394,6 +395,8 @@ class _Reference:
     def _chosen_before(self, slots, scored, level, nodes, path, rows, begin, end) -> torch.Tensor:
         """The same marks from a selection made earlier."""
         assert self.given is not None
+        if level not in self.given:
+            raise ValueError(f"selection: has no level {level}, at which queries choose; it has {sorted(self.given)}.")
         given = _take_rows(self.given[level][:, :, begin:end], rows).to(slots.device)  # [S', H_kv, w, k]
         nodes = slots.expand(*given.shape[:3], -1) if nodes is None else nodes
         place = torch.searchsorted(given.contiguous(), nodes.contiguous()).clamp(max=given.shape[-1] - 1)

@@ -6,6 +6,7 @@ copy only the entry file's direct imports. Nothing here decides what a query rea
 """
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import nn
@@ -238,9 +239,8 @@ class RecSAQwen3PreTrainedModel(PreTrainedModel):
 
     @property
     def last_backend(self) -> str | None:
-        """What ran in the last forward, over all layers: "dense", "reference", "dense+reference"; `None` before."""
-        ran = {m.last_backend for m in self.modules() if isinstance(m, RecSAQwen3Attention) and m.last_backend}
-        return "+".join(sorted({name for backend in ran for name in backend.split("+")})) or None
+        """What ran in the last forward, over all chunks: "dense", "reference" or "dense+reference"; `None` before."""
+        return "+".join(sorted(getattr(self, self.base_model_prefix, self).backends)) or None
 
 
 class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
@@ -256,6 +256,7 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
         self.layers = nn.ModuleList(RecSAQwen3DecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.gradient_checkpointing = False
+        self.backends: set[str] = set()  # what ran in the last forward
         self.post_init()
 
     # lengths are Python integers on this path, so a compiled forward would be compiled anew at every step
@@ -331,6 +332,7 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
         )
         parts = rows.split(chunk) if in_chunks and width > chunk else [(slice(0, width), rows)]
         kept: list[torch.Tensor] = []
+        self.backends = set()
         for part, part_rows in parts:
             if trace is not None:
                 trace.begin()
@@ -351,10 +353,12 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
     def _run(self, states, rows, cache, use_cache, output_attentions, output_hidden_states):
         """All layers and the last norm over one chunk."""
         all_states, all_weights = [], []
-        for layer in self.layers[: self.config.num_hidden_layers]:
+        layers: list[Any] = list(self.layers[: self.config.num_hidden_layers])
+        for layer in layers:
             all_states.append(states)
             states, weights = layer(states, rows=rows, cache=cache, output_attentions=bool(output_attentions))
             all_weights.append(weights)
+            self.backends.update(layer.self_attn.last_backend.split("+"))
             if not output_hidden_states:
                 all_states.clear()
         states = self.norm(states)
@@ -539,11 +543,8 @@ class RecSAQwen3ForSequenceClassification(RecSAQwen3PreTrainedModel):
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        cache: RecSACache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.LongTensor | None = None,
-        use_cache: bool | None = None,
-        past_key_values: RecSACache | None = None,
         **kwargs,
     ) -> SequenceClassifierOutputWithPast:
         """Logits `[B, num_labels]`, and the loss where `labels` `[B]` are given.
@@ -552,14 +553,7 @@ class RecSAQwen3ForSequenceClassification(RecSAQwen3PreTrainedModel):
             ValueError: a batch of several rows with neither an `attention_mask` nor a `pad_token_id`.
         """
         outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            cache=cache,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            past_key_values=past_key_values,
-            **{**kwargs, "return_dict": True},
+            input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds, **{**kwargs, "return_dict": True}
         )
         states = outputs.last_hidden_state
         last = self._last_token(input_ids, attention_mask, states)
@@ -610,23 +604,13 @@ class RecSAQwen3ForTokenClassification(RecSAQwen3PreTrainedModel):
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        cache: RecSACache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.LongTensor | None = None,
-        use_cache: bool | None = None,
-        past_key_values: RecSACache | None = None,
         **kwargs,
     ) -> TokenClassifierOutput:
         """Logits `[B, T, num_labels]`, and the loss where `labels` `[B, T]` are given."""
         outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            cache=cache,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            past_key_values=past_key_values,
-            **{**kwargs, "return_dict": True},
+            input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds, **{**kwargs, "return_dict": True}
         )
         logits = self.score(self.dropout(outputs.last_hidden_state))
         loss = self.loss_function(logits, labels, self.config) if labels is not None else None
@@ -650,22 +634,14 @@ class RecSAQwen3ForQuestionAnswering(RecSAQwen3PreTrainedModel):
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        cache: RecSACache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         start_positions: torch.LongTensor | None = None,
         end_positions: torch.LongTensor | None = None,
-        past_key_values: RecSACache | None = None,
         **kwargs,
     ) -> QuestionAnsweringModelOutput:
         """Start and end logits `[B, T]`, and the loss where both positions `[B]` are given."""
         outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            cache=cache,
-            inputs_embeds=inputs_embeds,
-            past_key_values=past_key_values,
-            **{**kwargs, "return_dict": True},
+            input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds, **{**kwargs, "return_dict": True}
         )
         start_logits, end_logits = (
             part.squeeze(-1) for part in self.qa_outputs(outputs.last_hidden_state).split(1, -1)

@@ -209,7 +209,7 @@ def rows_of_batch(
     mask = tokens if tokens is not None else torch.ones(batch, width, dtype=torch.bool)
     sequence = first.flatten().cumsum(0).view(batch, width) - 1
     sequence = torch.where(mask, sequence, -1)
-    return Rows.from_columns(sequence, [0] * (int(sequence.max()) + 1))
+    return Rows.from_columns(sequence, [0] * int(first.sum()))
 
 
 def _token_columns(
@@ -257,6 +257,7 @@ def _document_starts(
             gap = step[:, 1:] & tokens[:, :-1] & (position[:, 1:] != 0)
             first_token = tokens & (tokens.cumsum(1) == 1)
             first = (step & tokens & (position == 0)) | first_token
+            first[:, 0] |= ~tokens.any(1)  # a row of padding alone is an empty sequence
         else:
             gap = step[:, 1:] & (position[:, 1:] != 0)
             first = step

@@ -35,7 +35,7 @@ import yaml
 from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError, safe_open
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import get_relative_import_files
 
 import recsa_qwen3
@@ -271,28 +271,17 @@ def architecture_of(fields: dict[str, Any]) -> str:
     return (fields.get("architectures") or ["Qwen3ForCausalLM"])[0]
 
 
-def make_config(fields: dict[str, Any], recsa: dict[str, Any]) -> tuple[RecSAQwen3Config, GenerationConfig | None]:
+def make_config(fields: dict[str, Any], recsa: dict[str, Any]) -> RecSAQwen3Config:
     """Builds our config from the source's `config.json`, in whatever spelling its RoPE settings are.
 
-    Old checkpoints may keep generation settings in `config.json`, which transformers no longer lets a config hold:
-    they are returned apart.
-
     Raises:
-        ConversionError: for a value that RecSA refuses; the message names the field.
+        ConversionError: for a value that Qwen3 or RecSA refuses; the message names the field.
     """
     fields = {key: value for key, value in fields.items() if key not in ("model_type", "transformers_version")}
-    if "torch_dtype" in fields:
-        fields.setdefault("dtype", fields.pop("torch_dtype"))
-    declared = {field.name for field in dataclasses.fields(RecSAQwen3Config)}
-    moved = (fields.keys() & GenerationConfig().to_dict().keys()) - declared
-    generation = GenerationConfig.from_model_config(dict(fields)) if moved else None
-    fields = {key: value for key, value in fields.items() if key not in moved}
     try:
-        config = RecSAQwen3Config.from_dict({**fields, **recsa})
+        return RecSAQwen3Config.from_dict({**fields, **recsa})
     except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
         raise ConversionError(f"the configuration is refused: {error}") from error
-    config.name_or_path = ""  # may be a path of the machine that saved the source
-    return config, generation
 
 
 def read_header(path: Path) -> list[StoredTensor]:
@@ -505,9 +494,7 @@ def partial_folder(output: Path) -> Iterator[Path]:
     work.mkdir()
     try:
         yield work
-        if output.exists():
-            output.rmdir()
-        work.rename(output)
+        work.rename(output)  # also takes the place of an empty folder
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)
         for parent in new_parents:
@@ -712,7 +699,7 @@ def convert(
     found = find_source(source, revision)
     fields = read_json(found.folder / "config.json")
     check_convertible(found.name, fields)
-    config, generation = make_config(fields, recsa or {})
+    config = make_config(fields, recsa or {})
     download(found)
     stored = uniform_names(read_checkpoint(found.folder))
     if not stored:
@@ -726,12 +713,7 @@ def convert(
     report = make_report(found, config, model, plan, stored)
 
     with partial_folder(target) as work:
-        try:
-            config.save_pretrained(work)
-            if generation is not None:
-                generation.save_pretrained(work)
-        except ValueError as error:
-            raise ConversionError(f"transformers refuses the source's configuration: {error}") from error
+        config.save_pretrained(work)
         report["carried_over"] = carry_over(found.folder, work)
         report["code"] = write_code(work)
         write_card(work, found, config, report)

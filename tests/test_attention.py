@@ -688,3 +688,22 @@ def test_rotary_tables_of_a_cast_model(how, monkeypatch, no_stored_tables):
     ((cos, sin),) = seen
     assert 300 <= len(cos) <= 512
     check_tables(cos, sin)
+
+
+def test_nan_inputs_give_nan_and_no_error():
+    """A diverged training step must show as NaN, as in stock Qwen3, not as an error about shapes."""
+    model = tiny_model()
+    embeddings = model.get_input_embeddings()(random_ids(1, 4 * DENSE)).detach()
+    embeddings[0, -1] = float("nan")
+    with torch.no_grad():
+        logits = model(inputs_embeds=embeddings).logits
+    assert bool(logits[0, -1].isnan().all())
+
+
+def test_a_selection_without_a_level_is_refused_by_name():
+    geometry = TreeGeometry(4, 4, 1, DENSE)
+    query, keys = torch.randn(1, 2, 2 * DENSE, 32), torch.randn(1, 2, 2 * DENSE, 32)
+    levels = build_levels(keys, keys, RecSAPooler(2, 4, 32), 4, geometry.depth(2 * DENSE - 1))
+    rope = attention_recsa_qwen3.rotary_tables(tiny_config(), query.device, DENSE)
+    with pytest.raises(ValueError, match="selection: has no level 1"):
+        recsa_attention(query, levels, [0], [2 * DENSE], geometry, rope, selection={})

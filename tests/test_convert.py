@@ -216,15 +216,27 @@ def test_mixed_dtypes_stay_as_they_are(source, output):
     assert all(new[name].dtype == torch.bfloat16 for name in report["initialised"]["names"])
 
 
-def test_max_shard_size(source, output):
-    convert(source, output, recsa=RECSA, max_shard_size=100_000)
+def test_tensors_start_at_multiples_of_their_item_size(tmp_path):
+    """An odd number of bfloat16 values before float32 ones: readers map the bytes in place."""
+    save_file({"a": torch.rand(3).bfloat16(), "b": torch.rand(5), "c": torch.rand(1).half()}, tmp_path / "old")
+    stored = sorted(convert_qwen3.read_header(tmp_path / "old"), key=lambda tensor: tensor.name)
+    convert_qwen3.write_weights(tmp_path / "new", [(tensor, tensor.dtype) for tensor in stored])
+    old, new = load_file(tmp_path / "old"), load_file(tmp_path / "new")
+    assert old.keys() == new.keys() and all(same_bits(new[name], old[name]) for name in old)
+    assert all(tensor.start % tensor.dtype.itemsize == 0 for tensor in convert_qwen3.read_header(tmp_path / "new"))
+
+
+@pytest.mark.parametrize("size", [STOCK["vocab_size"] * STOCK["hidden_size"] * 4, 100_000])
+def test_max_shard_size(source, output, size):
+    """The first size is that of the largest tensor, which then has a file of its own."""
+    convert(source, output, recsa=RECSA, max_shard_size=size)
     index = json.loads((output / "model.safetensors.index.json").read_text())
     sizes = {}
     for file in set(index["weight_map"].values()):
         found = load_file(output / file)
         assert {name for name, place in index["weight_map"].items() if place == file} == set(found)
         sizes[file] = sum(tensor.nbytes for tensor in found.values())
-    assert len(sizes) > 5 and max(sizes.values()) <= 100_000
+    assert len(sizes) > 5 and max(sizes.values()) <= size
     assert sum(sizes.values()) == index["metadata"]["total_size"]
     assert all(f"-of-{len(sizes):05d}" in file for file in sizes)
     _, info = RecSAQwen3ForCausalLM.from_pretrained(output, output_loading_info=True)
@@ -377,17 +389,6 @@ def test_nothing_written_names_a_place_on_this_machine(source, output, tmp_path)
         assert not any(place in content for place in places), path.name
 
 
-def test_generation_settings_in_an_old_config_move_to_their_own_file(source, output):
-    """Configs of old checkpoints may hold them, which transformers no longer saves."""
-    (source / "generation_config.json").unlink()
-    edit_json(source / "config.json", temperature=0.6, do_sample=True, top_k=20)
-    convert(source, output, recsa=RECSA)
-    written = json.loads((output / "generation_config.json").read_text())
-    assert (written["temperature"], written["do_sample"], written["top_k"]) == (0.6, True, 20)
-    assert "temperature" not in json.loads((output / "config.json").read_text())
-    assert RecSAQwen3ForCausalLM.from_pretrained(output).generation_config.temperature == 0.6
-
-
 LOAD = """
 model = AutoModelForCausalLM.from_pretrained(args[0], trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained(args[0], trust_remote_code=True)
@@ -461,6 +462,11 @@ def index_of(weight_map):
     return apply
 
 
+def twice(folder):
+    index_of({NORM: "model-00002-of-00002.safetensors"})(folder)
+    save_file({NORM: torch.ones(32)}, folder / "model-00002-of-00002.safetensors")
+
+
 def adapter(folder):
     (folder / "config.json").rename(folder / "adapter_config.json")
 
@@ -507,6 +513,7 @@ REFUSALS = {
     "no index": (lost_index, "no model.safetensors.index.json"),
     "missing shard": (index_of({NORM: "model-00002-of-00002.safetensors"}), "'model-00002-of-00002.safetensors'"),
     "shard elsewhere": (index_of({NORM: "../stock/model-00001-of-00002.safetensors"}), "names the shard"),
+    "tensor in two shards": (twice, "do not list the same"),
     "index too short": (
         lambda folder: (index_of({})(folder), edit_index(folder, lambda names: names.pop(NORM))),
         "do not list the same",
@@ -697,11 +704,14 @@ def test_from_the_hub_and_to_the_hub(source, output, tmp_path):
         upload = "from huggingface_hub import HfApi\napi = HfApi()\napi.create_repo('tester/stock')\n"
         upload += "api.upload_folder(repo_id='tester/stock', folder_path=args[0])\nreport()"
         run_fresh(upload, source, home=tmp_path / "a", env=hub.env())
-        commit = hub.commits("tester/stock")[-1]
+        (first,) = hub.commits("tester/stock")[1:]
+        edit_json(source / "generation_config.json", top_k=7)
+        run_fresh(upload.replace("')", "', exist_ok=True)"), source, home=tmp_path / "a", env=hub.env())
+        newest = hub.commits("tester/stock")[-1]
         base = ["--source", "tester/stock", *OPTIONS]
         calls = [
             [*base, "--output", str(output), "--push-to-hub", "tester/recsa"],
-            [*base, "--output", str(output.with_name("b")), "--revision", commit],
+            [*base, "--output", str(output.with_name("b")), "--revision", first],
             [*base, "--output", str(output.with_name("c")), "--revision", "0" * 40],
             ["--source", "tester/absent", "--output", str(output.with_name("c"))],
         ]
@@ -713,11 +723,12 @@ def test_from_the_hub_and_to_the_hub(source, output, tmp_path):
         loaded = run_fresh(LOAD, "tester/recsa", tmp_path / "saved", home=tmp_path / "c", env=hub.env())
         assert hub.unknown == []
     assert loaded["kind"] == "RecSAQwen3ForCausalLM" and loaded["ids"] == [5, 7] and not loaded["own_package"]
-    for folder in (output, output.with_name("b")):
+    for folder, commit in ((output, newest), (output.with_name("b"), first)):
         found = json.loads((folder / "conversion_report.json").read_text())["source"]
         assert found == {"name": "tester/stock", "revision": commit}
+        assert (json.loads((folder / "generation_config.json").read_text()).get("top_k") == 7) == (commit == newest)
     card = (output / "README.md").read_text()
-    assert "license: apache-2.0" in card and "base_model: tester/stock" in card and commit in card
+    assert "license: apache-2.0" in card and "base_model: tester/stock" in card and newest in card
     assert all(same_bits(tensors(output)[name], tensor) for name, tensor in tensors(source).items())
 
 

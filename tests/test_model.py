@@ -571,6 +571,20 @@ def test_inputs_that_contradict_each_other_are_refused():
         model(ids, position_ids=torch.arange(0, 40, 2)[None])
 
 
+@pytest.mark.parametrize("padding_row", [0, 1])
+def test_packed_documents_beside_a_row_of_padding(padding_row):
+    """TR-05: as many documents as rows, but one row holds two of them and the other none."""
+    model = tiny_model()
+    ids, mask = random_ids(2, 70), torch.ones(2, 70, dtype=torch.long)
+    mask[padding_row] = 0
+    position_ids = torch.cat([torch.arange(50), torch.arange(20)]).expand(2, -1)
+    with torch.no_grad():
+        logits = model(ids, attention_mask=mask, position_ids=position_ids).logits[1 - padding_row]
+        row = ids[1 - padding_row][None]
+        expected = torch.cat([model(part).logits[0] for part in row.split((50, 20), 1)])
+    torch.testing.assert_close(logits, expected, atol=LOGITS_ATOL, rtol=0)
+
+
 @pytest.mark.parametrize("length", LENGTHS)
 def test_cache_is_accepted_under_both_names(length):
     """STYLE: one name before 5.24, another from there on; a forward that knows one of them decodes wrongly."""
@@ -653,3 +667,10 @@ def test_saved_configuration_names_every_head(causal_folder):
     auto_map = json.loads((causal_folder / "config.json").read_text())["auto_map"]
     expected = {auto.__name__: f"modeling_recsa_qwen3.{own.__name__}" for auto, own in CLASSES.items()}
     assert auto_map == {**expected, "AutoConfig": "configuration_recsa_qwen3.RecSAQwen3Config"}
+
+
+def test_last_backend_covers_all_chunks_of_a_prefill():
+    model = tiny_model(recsa_prefill_chunk=DENSE)
+    with torch.no_grad():
+        model(random_ids(1, 4 * DENSE), use_cache=True)
+    assert model.last_backend == model.model.last_backend == "dense+reference"

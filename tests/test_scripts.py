@@ -3,10 +3,11 @@
 import io
 import json
 
+import pytest
+
 import bench_reference
 import generate
 import needle_text
-import pytest
 import update_readme
 from conftest import ROOT
 

@@ -20,7 +20,7 @@ def random_pooler(kv_heads: int, r: int, head_dim: int, dtype: torch.dtype = tor
     pooler = RecSAPooler(kv_heads, r, head_dim)
     with torch.no_grad():
         for parameter in pooler.parameters():
-            parameter.normal_(std=0.5)
+            parameter.normal_(std=head_dim**-0.5)
     return pooler.to(dtype)
 
 
@@ -114,27 +114,26 @@ def test_pooler_gradients():
 @pytest.mark.parametrize("r", [2, 4, 8])
 def test_levels_equal_the_oracles(r, dtype):
     """Read keys and mean values of every complete node, for lengths around whole nodes; the rest is finite."""
-    pooler = random_pooler(2, r, 8, dtype)
+    pooler = random_pooler(2, r, 32, dtype).requires_grad_(False)
     geometry = TreeGeometry(r, 2, 0, 2 * r)
     for tokens in {1, r - 1, r, r + 1, 2 * r - 1, r * r, 5 * r + 3, r**3 + 1}:
-        keys, values = torch.randn(2, 3, 2, tokens, 8).to(dtype)
+        keys, values = torch.randn(2, 3, 2, tokens, 32).to(dtype)
         depth = len(geometry.node_counts(tokens)) - 1
         levels = build_levels(keys, values, pooler, r, depth)
         assert len(levels.keys) == len(levels.values) == depth + 1
+        trees = []
         for row in range(3):
             for head in range(2):
                 weights = pooler.query[head], pooler.slot_bias, pooler.proj[head]
-                expected = oracle.build_tree(keys[row, head], values[row, head], *weights, r)
-                assert len(expected) == depth + 1
-                for level, pair in enumerate(expected):
-                    for built, wanted in zip((levels.keys[level], levels.values[level]), pair, strict=True):
-                        assert built.dtype == dtype
-                        number = tokens // r**level
-                        assert relative_rms(built[row, head, :number].detach(), wanted.detach()) <= RELATIVE_RMS[dtype]
-        for tensors in levels:
+                trees.append(oracle.build_tree(keys[row, head], values[row, head], *weights, r))
+                assert len(trees[-1]) == depth + 1
+        for index, tensors in enumerate(levels):  # keys, values
             for level, tensor in enumerate(tensors):
-                assert torch.isfinite(tensor).all()
+                assert tensor.dtype == dtype and torch.isfinite(tensor).all()
                 assert level == depth or tensor.shape[2] % r == 0
+                built = tensor[:, :, : tokens // r**level].flatten(0, 1)
+                expected = torch.stack([tree[level][index] for tree in trees])
+                assert relative_rms(built, expected) <= RELATIVE_RMS[dtype]
 
 
 def test_levels_stop_at_the_depth_asked_for():

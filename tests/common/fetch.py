@@ -1,7 +1,7 @@
 """Fetches transformers' own common tests for the installed version: `python tests/common/fetch.py`.
 
 They are not part of this repository. The source distribution on the package index holds the files directly under its
-`tests` folder; this script unpacks those few into `tests/common/source/<version>/transformers_tests`, which git ignores.
+`tests` folder; this script unpacks a few into `tests/common/source/<version>/transformers_tests`, which git ignores.
 Does nothing where they are there already; needs pip, setuptools and the package index otherwise.
 """
 

@@ -19,13 +19,8 @@ CACHE_FIELD = (
 )
 BEAMS = {"num_beams": 3, "length_penalty": 2.0, "early_stopping": False}
 SAMPLE = {"do_sample": True, "top_k": 10, "top_p": 0.7, "temperature": 0.7}
-EVERYTHING = {
-    "return_dict_in_generate": True,
-    "output_scores": True,
-    "output_logits": True,
-    "output_attentions": True,
-    "output_hidden_states": True,
-}
+SCORES = {"return_dict_in_generate": True, "output_scores": True}
+EVERYTHING = {**SCORES, "output_logits": True, "output_attentions": True, "output_hidden_states": True}
 
 
 class GenerationTesterMixin:
@@ -62,15 +57,16 @@ class GenerationTesterMixin:
             self.assertEqual(len(states), layers + 1)
             self.assertTrue(all(s.shape == (sequences, width, model.config.hidden_size) for s in states))
         cache = getattr(output, CACHE_FIELD)
-        if not use_cache:
+        if use_cache:
+            self._check_cache(model, cache, sequences, prompt + self.max_new_tokens - 1)
+        else:
             self.assertIsNone(cache)
-            return
-        self.assertEqual(len(cache), layers)
-        self.assertEqual(cache.get_seq_length(), prompt + self.max_new_tokens - 1)
-        for layer in cache.layers:
-            shape = (sequences, model.config.num_key_value_heads, prompt + self.max_new_tokens - 1, model.config.head_dim)
-            self.assertEqual(layer.keys.shape, shape)
-            self.assertEqual(layer.values.shape, shape)
+
+    def _check_cache(self, model, cache, sequences: int, tokens: int) -> None:
+        shape = (sequences, model.config.num_key_value_heads, tokens, model.config.head_dim)
+        self.assertEqual(cache.get_seq_length(), tokens)
+        self.assertEqual(len(cache), model.config.num_hidden_layers)
+        self.assertTrue(all(layer.keys.shape == layer.values.shape == shape for layer in cache.layers))
 
     def _check_dict_output(self, kind, use_cache: bool, **kwargs) -> None:
         for model, ids in self._models(_attn_implementation="eager"):
@@ -127,11 +123,10 @@ class GenerationTesterMixin:
     def test_cache_changes_nothing(self):
         """Ours: with and without a cache, the greedy tokens and the scores."""
         for model, ids in self._models():
-            outputs = [
-                self._generate(model, ids, use_cache=use, output_scores=True, return_dict_in_generate=True, max_new_tokens=12)
-                for use in (True, False)
-            ]
-            self._assert_same(*outputs)
+            with_cache, without = (
+                self._generate(model, ids, use_cache=use, max_new_tokens=12, **SCORES) for use in (True, False)
+            )
+            self._assert_same(with_cache, without)
 
     @parameterized.expand([("random",), ("same",)])
     def test_assisted_decoding_matches_greedy_search(self, assistant):
@@ -139,16 +134,18 @@ class GenerationTesterMixin:
             helper = model if assistant == "same" else type(model)(copy.deepcopy(model.config)).eval()
             helper.generation_config.num_assistant_tokens = 2
             helper.generation_config.num_assistant_tokens_schedule = "constant"
-            self._check_candidates(model, ids[:1], assistant_model=helper)
+            self._check_candidates(model, ids[:1], {"assistant_model": helper})
 
     def test_prompt_lookup_decoding_matches_greedy_search(self):
         for model, ids in self._models():
-            self._check_candidates(model, ids[:1].repeat(1, 2), prompt_lookup_num_tokens=2)
+            self._check_candidates(model, ids[:1].repeat(1, 2), {"prompt_lookup_num_tokens": 2})
 
-    def _check_candidates(self, model, ids, **kwargs) -> None:
-        kwargs |= {**EVERYTHING, "output_attentions": False, "max_new_tokens": 8}
-        plain = {name: value for name, value in kwargs.items() if name not in ("assistant_model", "prompt_lookup_num_tokens")}
-        self._assert_same(self._generate(model, ids, **plain), self._generate(model, ids, **kwargs))
+    def _check_candidates(self, model, ids, source: dict) -> None:
+        plain, with_candidates = (
+            self._generate(model, ids, max_new_tokens=8, output_hidden_states=True, **SCORES, **extra)
+            for extra in ({}, source)
+        )
+        self._assert_same(plain, with_candidates)
 
     def test_assisted_decoding_sample(self):
         for model, ids in self._models():
@@ -162,30 +159,43 @@ class GenerationTesterMixin:
             settings = {"max_new_tokens": 8, "eos_token_id": end, "pad_token_id": 0}
             expected = self._generate(model, prompt, **settings)
             self.assertEqual(int(expected[0, -1]), end)
-            self.assertTrue(torch.equal(self._generate(model, prompt, prompt_lookup_num_tokens=3, **settings), expected))
+            looked_up = self._generate(model, prompt, prompt_lookup_num_tokens=3, **settings)
+            self.assertTrue(torch.equal(looked_up, expected))
 
     def test_left_padding_compatibility(self):
         for model, ids in self._models():
             padded = torch.cat((torch.zeros(2, 5, dtype=torch.long), ids), 1)
             mask = padded.ne(0).long()
             with torch.no_grad():
-                bare = model(ids).logits[:, -1]
-                torch.testing.assert_close(model(padded, attention_mask=mask).logits[:, -1], bare, atol=1e-5, rtol=1e-5)
-            settings = {"output_scores": True, "return_dict_in_generate": True}
-            with_padding = self._generate(model, padded, attention_mask=mask, **settings)
+                bare, logits = model(ids).logits, model(padded, attention_mask=mask).logits[:, 5:]
+            torch.testing.assert_close(logits, bare, atol=1e-5, rtol=1e-5)
+            with_padding = self._generate(model, padded, attention_mask=mask, **SCORES)
             with_padding.sequences = with_padding.sequences[:, 5:]
-            self._assert_same(self._generate(model, ids, **settings), with_padding)
+            self._assert_same(self._generate(model, ids, **SCORES), with_padding)
+
+    def test_padding_matches_padding_free_with_position_ids(self):
+        for model, ids in self._models():
+            mask = torch.ones_like(ids)
+            mask[1, -3:] = 0
+            position_ids = torch.arange(ids.shape[1]).expand_as(ids)[mask.bool()][None]
+            with torch.no_grad():
+                padded = model(ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
+                packed = model(ids[mask.bool()][None], position_ids=position_ids, use_cache=False).logits[0]
+            torch.testing.assert_close(padded, packed, atol=1e-5, rtol=1e-5)
+
+    def test_generate_with_and_without_position_ids(self):
+        for model, ids in self._models():
+            position_ids = torch.arange(ids.shape[1]).expand_as(ids)
+            given = self._generate(model, ids, position_ids=position_ids, **SCORES)
+            self._assert_same(self._generate(model, ids, **SCORES), given)
 
     def test_past_key_values_format(self):
         for model, ids in self._models(use_cache=True):
-            cache = getattr(model(ids), CACHE_FIELD)
-            shape = (2, model.config.num_key_value_heads, ids.shape[1], model.config.head_dim)
-            self.assertEqual(len(cache), model.config.num_hidden_layers)
-            self.assertTrue(all(layer.keys.shape == layer.values.shape == shape for layer in cache.layers))
+            self._check_cache(model, getattr(model(ids), CACHE_FIELD), *ids.shape)
 
     @parameterized.expand([("greedy", {}), ("beam_search", BEAMS)])
     def test_generate_from_inputs_embeds(self, _, kwargs):
-        settings = {"output_scores": True, "return_dict_in_generate": True, **kwargs}
+        settings = {**SCORES, **kwargs}
         for model, ids in self._models():
             embeds = model.get_input_embeddings()(ids)
             from_ids = self._generate(model, ids, **settings)
@@ -203,12 +213,17 @@ class GenerationTesterMixin:
             self.assertEqual(tokens.shape, (2, self.max_new_tokens))
 
     def test_generate_continue_from_past_key_values(self):
-        settings = {"output_scores": True, "return_dict_in_generate": True}
         for model, ids in self._models():
-            whole = self._generate(model, ids, max_new_tokens=4, **settings)
-            first = self._generate(model, ids, max_new_tokens=3, **settings)
+            whole = self._generate(model, ids, max_new_tokens=4, **SCORES)
+            first = self._generate(model, ids, max_new_tokens=3, **SCORES)
             second = self._generate(
-                model, first.sequences, max_new_tokens=1, **{CACHE_FIELD: getattr(first, CACHE_FIELD)}, **settings
+                model,
+                first.sequences,
+                # given, since generate would take a pad token among the generated ones for padding
+                attention_mask=torch.ones_like(first.sequences),
+                max_new_tokens=1,
+                **{CACHE_FIELD: getattr(first, CACHE_FIELD)},
+                **SCORES,
             )
             second.scores = first.scores + second.scores
             self._assert_same(whole, second)
@@ -217,17 +232,16 @@ class GenerationTesterMixin:
                 torch.testing.assert_close(one.keys, other.keys, atol=1e-5, rtol=1e-5)
 
     def test_generate_continue_from_inputs_embeds(self):
-        settings = {"output_scores": True, "return_dict_in_generate": True}
         for model, ids in self._models():
             embed = model.get_input_embeddings()
-            whole = self._generate(model, inputs_embeds=embed(ids), max_new_tokens=4, **settings)
-            first = self._generate(model, inputs_embeds=embed(ids), max_new_tokens=3, **settings)
+            whole = self._generate(model, inputs_embeds=embed(ids), max_new_tokens=4, **SCORES)
+            first = self._generate(model, inputs_embeds=embed(ids), max_new_tokens=3, **SCORES)
             second = self._generate(
                 model,
                 inputs_embeds=torch.cat((embed(ids), embed(first.sequences)), 1),
                 max_new_tokens=1,
                 **{CACHE_FIELD: getattr(first, CACHE_FIELD)},
-                **settings,
+                **SCORES,
             )
             second.sequences = torch.cat((first.sequences, second.sequences), 1)
             second.scores = first.scores + second.scores
@@ -239,12 +253,11 @@ class GenerationTesterMixin:
             self.assertTrue(torch.equal(self._generate(model, ids, logits_to_keep=0), expected))
 
     def test_eager_matches_sdpa_generate(self):
-        settings = {"output_scores": True, "return_dict_in_generate": True}
         for model, ids in self._models():
             outputs = []
             for implementation in ("eager", "sdpa"):
                 model.set_attn_implementation(implementation)
-                outputs.append(self._generate(model, ids, **settings))
+                outputs.append(self._generate(model, ids, **SCORES))
             self._assert_same(*outputs)
 
     def test_prepare_inputs_for_generation_kwargs_forwards(self):
@@ -258,8 +271,8 @@ class GenerationTesterMixin:
 
     def test_chunked_prefill(self):
         for model, ids in self._models():
-            settings = {"output_scores": True, "return_dict_in_generate": True}
-            self._assert_same(self._generate(model, ids, **settings), self._generate(model, ids, prefill_chunk_size=2, **settings))
+            in_chunks = self._generate(model, ids, prefill_chunk_size=2, **SCORES)
+            self._assert_same(self._generate(model, ids, **SCORES), in_chunks)
 
     def test_generation_config_is_saved(self):
         for model, _ in self._models():

@@ -1,4 +1,4 @@
-"""Stands in for a table of transformers' tests: fields that every configuration takes, with values unlike the defaults."""
+"""Stands in for a table of transformers' tests: fields that every configuration takes, with values of no default."""
 
 config_common_kwargs = {
     "return_dict": False,
