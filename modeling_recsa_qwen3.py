@@ -240,7 +240,8 @@ class RecSAQwen3PreTrainedModel(PreTrainedModel):
     @property
     def last_backend(self) -> str | None:
         """What ran in the last forward, over all chunks: "dense", "reference" or "dense+reference"; `None` before."""
-        return "+".join(sorted(getattr(self, self.base_model_prefix, self).backends)) or None
+        base: Any = getattr(self, self.base_model_prefix, self)
+        return "+".join(sorted(base.backends)) or None
 
 
 class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
