@@ -54,6 +54,8 @@ class RecSATrace:
 def recsa_trace(model: nn.Module) -> Iterator[RecSATrace]:
     """Collects what each forward inside the `with` block selects, per layer and level; costs nothing when unused.
 
+    A block inside another one collects alone; the outer one goes on after it.
+
     Args:
         model: any RecSA-Qwen3 model, wrapped or not.
 
@@ -68,10 +70,11 @@ def recsa_trace(model: nn.Module) -> Iterator[RecSATrace]:
     if not layers:
         raise ValueError("recsa_trace: this model has no RecSA attention layer.")
     trace = RecSATrace()
+    outer = [layer.trace for layer in layers]
     for layer in layers:
         layer.trace = trace
     try:
         yield trace
     finally:
-        for layer in layers:
-            layer.trace = None
+        for layer, before in zip(layers, outer, strict=True):
+            layer.trace = before

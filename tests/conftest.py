@@ -13,19 +13,6 @@ for folder in (ROOT / "scripts", ROOT / "tests"):
 
 from recsa_qwen3 import RecSAQwen3Config, RecSAQwen3ForCausalLM  # noqa: E402
 
-# Imported by tests/common, with their markers; not collected by themselves.
-collect_ignore = ["common/source", "common/standins"]
-COMMON_MARKERS = (
-    "accelerate_tests",
-    "flash_attn_3_test",
-    "flash_attn_4_test",
-    "flash_attn_test",
-    "is_tensor_parallel_test",
-    "is_training_test",
-    "order",
-    "torch_compile_test",
-)
-
 # Largest difference of logits between two float32 paths that must agree (cases.md), and relative RMS errors of an
 # output given the same selection against float64 (DESIGN section 4).
 LOGITS_ATOL = 1e-4
@@ -52,11 +39,6 @@ TINY = dict(
 )
 # The length up to which TINY is exactly dense.
 DENSE = TINY["recsa_top_capacity"]
-
-
-def pytest_configure(config):
-    for marker in COMMON_MARKERS:
-        config.addinivalue_line("markers", f"{marker}: set by transformers' common tests")
 
 
 def relative_rms(actual: torch.Tensor, expected: torch.Tensor) -> float:

@@ -705,7 +705,7 @@ def test_from_the_hub_and_to_the_hub(source, output, tmp_path):
         upload += "api.upload_folder(repo_id='tester/stock', folder_path=args[0])\nreport()"
         run_fresh(upload, source, home=tmp_path / "a", env=hub.env())
         (first,) = hub.commits("tester/stock")[1:]
-        edit_json(source / "generation_config.json", top_k=7)
+        edit_json(source / "generation_config.json", max_length=77)
         run_fresh(upload.replace("')", "', exist_ok=True)"), source, home=tmp_path / "a", env=hub.env())
         newest = hub.commits("tester/stock")[-1]
         base = ["--source", "tester/stock", *OPTIONS]
@@ -726,7 +726,7 @@ def test_from_the_hub_and_to_the_hub(source, output, tmp_path):
     for folder, commit in ((output, newest), (output.with_name("b"), first)):
         found = json.loads((folder / "conversion_report.json").read_text())["source"]
         assert found == {"name": "tester/stock", "revision": commit}
-        assert (json.loads((folder / "generation_config.json").read_text()).get("top_k") == 7) == (commit == newest)
+        assert (json.loads((folder / "generation_config.json").read_text()).get("max_length") == 77) == (commit == newest)
     card = (output / "README.md").read_text()
     assert "license: apache-2.0" in card and "base_model: tester/stock" in card and newest in card
     assert all(same_bits(tensors(output)[name], tensor) for name, tensor in tensors(source).items())

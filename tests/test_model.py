@@ -674,3 +674,13 @@ def test_last_backend_covers_all_chunks_of_a_prefill():
     with torch.no_grad():
         model(random_ids(1, 4 * DENSE), use_cache=True)
     assert model.last_backend == model.model.last_backend == "dense+reference"
+
+
+def test_a_trace_inside_another_hands_back_to_it():
+    model, ids = tiny_model(), random_ids(1, 4 * DENSE)
+    with torch.no_grad(), recsa_trace(model) as outer:
+        with recsa_trace(model) as inner:
+            model(ids, use_cache=False)
+        model(ids, use_cache=False)
+    assert len(inner.forwards) == len(outer.forwards) == 1
+    assert torch.equal(inner.forwards[0][0].selection[1], outer.forwards[0][0].selection[1])
