@@ -735,7 +735,13 @@ def push(folder: Path, repo_id: str, private: bool) -> str:
     """Uploads the finished folder and returns the address; the token comes from the environment or `hf auth login`."""
     api = huggingface_hub.HfApi()
     url = api.create_repo(repo_id, private=private, exist_ok=True)
-    api.upload_folder(folder_path=folder, repo_id=url.repo_id, commit_message="Convert Qwen3 to RecSA-Qwen3")
+    api.upload_folder(
+        folder_path=folder,
+        repo_id=url.repo_id,
+        commit_message="Convert Qwen3 to RecSA-Qwen3",
+        # an earlier conversion in the same repository must leave no weights or code behind
+        delete_patterns=["*.safetensors", "*.safetensors.index.json", "*_recsa_qwen3.py"],
+    )
     return str(url)
 
 

@@ -726,7 +726,8 @@ def test_from_the_hub_and_to_the_hub(source, output, tmp_path):
     for folder, commit in ((output, newest), (output.with_name("b"), first)):
         found = json.loads((folder / "conversion_report.json").read_text())["source"]
         assert found == {"name": "tester/stock", "revision": commit}
-        assert (json.loads((folder / "generation_config.json").read_text()).get("max_length") == 77) == (commit == newest)
+        settings = json.loads((folder / "generation_config.json").read_text())
+        assert (settings.get("max_length") == 77) == (commit == newest)
     card = (output / "README.md").read_text()
     assert "license: apache-2.0" in card and "base_model: tester/stock" in card and newest in card
     assert all(same_bits(tensors(output)[name], tensor) for name, tensor in tensors(source).items())
