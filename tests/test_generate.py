@@ -199,7 +199,9 @@ def test_scores_and_logits_processors(double):
 @pytest.fixture(scope="module")
 def assistants(double) -> dict[str, RecSAQwen3ForCausalLM]:
     """One layer with other weights (mostly rejected), and the model itself (mostly accepted)."""
-    return {"one layer": tiny_model(num_hidden_layers=1, seed=5).double(), "itself": copy.deepcopy(double)}
+    itself = copy.deepcopy(double)
+    itself.generation_config.assistant_confidence_threshold = 0.0  # else it stops drafting where it is unsure
+    return {"one layer": tiny_model(num_hidden_layers=1, seed=5).double(), "itself": itself}
 
 
 @pytest.mark.parametrize("draft", ["lookup 3", "lookup 10", "one layer", "itself"])
