@@ -71,9 +71,11 @@ def rotary_tables(config, device: torch.device, length: int) -> tuple[torch.Tens
             cos, sin = Qwen3RotaryEmbedding(config=config)(
                 torch.empty(0, dtype=torch.float32), torch.arange(size)[None]
             )
-        while len(_rotary_tables) >= 16:
-            _rotary_tables.pop(next(iter(_rotary_tables)))
-        tables = _rotary_tables[key] = (cos[0].to(device), sin[0].to(device))
+        tables = (cos[0].to(device), sin[0].to(device))
+        if type(tables[0]) is torch.Tensor:  # tensors of a tracing run must not outlive it
+            while len(_rotary_tables) >= 16:
+                _rotary_tables.pop(next(iter(_rotary_tables)))
+            _rotary_tables[key] = tables
     return tables
 
 

@@ -13,8 +13,10 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from .rows_recsa_qwen3 import RowHistory, Rows
 from .tree_recsa_qwen3 import Levels, RecSAPooler, TreeGeometry, build_nodes
 
-# Growth beyond what is needed, so that appending copies each entry a bounded number of times on average.
+# Growth beyond what is needed: half again, so that appending to a short cache copies each entry a few times at most,
+# but never more than this many entries, so that a long one holds little that it does not use.
 _GROWTH = 1.5
+_MOST_SPARE = 4096
 _FIRST_TOKENS = 64
 
 
@@ -36,12 +38,14 @@ class _Level:
     def capacity(self) -> int:
         return next(iter(self.tensors.values())).shape[2]
 
-    def ensure(self, needed: int, used: int) -> None:
-        """Makes room for `needed` entries, keeping the first `used`."""
+    def ensure(self, needed: int, used: int, reserve: int) -> None:
+        """Makes room for `needed` entries, keeping the first `used`; grows to `reserve` at once where that is more."""
         stale = next(iter(self.tensors.values())).is_inference() and not torch.is_inference_mode_enabled()
         if needed <= self.capacity and not stale:
             return
-        capacity = max(needed, int(self.capacity * _GROWTH)) if needed > self.capacity else self.capacity
+        capacity = self.capacity
+        if needed > capacity:
+            capacity = max(needed, reserve, min(int(capacity * _GROWTH), capacity + _MOST_SPARE))
         for name, old in self.tensors.items():
             new = self._zeros(old, capacity)
             new[:, :, :used] = old[:, :, :used]
@@ -153,8 +157,11 @@ class RecSALayer(DynamicLayer):
         Returns:
             The level tensors for the operator (views of the storage, nothing is copied).
         """
+        if not self.history.columns and self.batch_size not in (-1, key_states.shape[0]):
+            self.reset()  # cropped to nothing, and filled with another batch now
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        self._check_like(key_states)
         old, new = rows.starts, rows.lengths
         if list(old) != (self.history.lengths or [0] * len(old)):
             raise RuntimeError(
@@ -164,7 +171,7 @@ class RecSALayer(DynamicLayer):
         longest, used = max(new), max(old)
         r = self.geometry.branching
         level = self.levels[0]
-        level.ensure(longest, used)
+        level.ensure(longest, used, self.reserve)
         for row, begin, end in _row_groups(old, new):
             level.write("keys", row, begin, key_states[row, :, : end - begin])
             level.write("values", row, begin, value_states[row, :, : end - begin])
@@ -175,7 +182,7 @@ class RecSALayer(DynamicLayer):
                 names, reserved = ("pooled", "keys", "values"), max(self.reserve // span, 1)
                 self.levels.append(_Level(names, r, below.tensors["keys"], reserved))
             level = self.levels[depth]
-            level.ensure(longest // span, used // span)
+            level.ensure(longest // span, used // span, self.reserve // span)
             for row, begin, end in _row_groups([n // span for n in old], [n // span for n in new]):
                 children = slice(begin * r, end * r)
                 nodes = build_nodes(
@@ -190,6 +197,15 @@ class RecSALayer(DynamicLayer):
             tuple(level.tensors["keys"] for level in self.levels),
             tuple(level.tensors["values"] for level in self.levels),
         )
+
+    def _check_like(self, key_states: torch.Tensor) -> None:
+        held = self.levels[0].tensors["keys"]
+        ours, theirs = ((t.shape[1], t.shape[3], t.dtype) for t in (held, key_states))
+        if ours != theirs:
+            raise ValueError(
+                f"cache: holds {ours[0]} KV heads of width {ours[1]} in {ours[2]}, the model has {theirs[0]} of "
+                f"{theirs[1]} in {theirs[2]}; make the cache with this model, or call cache.move_to(dtype=...)."
+            )
 
     # ---- rearranging -------------------------------------------------------------------------------------------
 
@@ -269,6 +285,11 @@ class RecSACache(DynamicCache):
     def prefetch(self, layer_idx: int, *args, **kwargs) -> None:
         """Refused by the layer: see `RecSALayer.offload`."""
         self.layers[layer_idx].prefetch()
+
+    def reserve(self, tokens: int) -> None:
+        """Grows to `tokens` per row at once when it next has to grow, instead of little by little."""
+        for layer in self.layers:
+            layer.reserve = max(layer.reserve, tokens)
 
     @property
     def history(self) -> RowHistory:

@@ -86,6 +86,11 @@ class RecSAQwen3Config(Qwen3Config):
         self.auto_map = {**(getattr(self, "auto_map", None) or {}), **AUTO_MAP}
         self.check_recsa()
 
+    def save_pretrained(self, *args, **kwargs):
+        """As inherited, but refuses an edited configuration that could not be loaded again."""
+        self.check_recsa()
+        return super().save_pretrained(*args, **kwargs)
+
     @staticmethod
     def _check_window(fields: Mapping[str, Any]) -> None:
         """Refuses Qwen3's sliding window: a window and a selection would both decide what a query reads."""

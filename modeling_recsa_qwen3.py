@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
-from transformers.generation import GenerationMixin
+from transformers.generation import GenerationMixin, GenerationMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
@@ -170,7 +170,10 @@ class RecSAQwen3Attention(nn.Module):
 
     def _attend_densely(self, query, key, value, mask):
         """Dense queries `[S, H, W, D]` through the attention implementation that the user chose."""
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+        implementation = self.config._attn_implementation
+        if implementation.startswith("paged|"):
+            raise ValueError(f"attn_implementation={implementation!r}: paged caches cannot hold RecSA's tree.")
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
         dropout = self.attention_dropout if self.training else 0.0
         return attend(self, query, key, value, mask, dropout=dropout, scaling=self.scaling)[0].transpose(1, 2)
 
@@ -306,7 +309,13 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
         output_attentions = self.config.output_attentions if output_attentions is None else output_attentions
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
+        if not (prefill_chunk_size is None or (type(prefill_chunk_size) is int and prefill_chunk_size >= 1)):
+            raise ValueError(f"prefill_chunk_size={prefill_chunk_size!r}: must be an int >= 1.")
         recomputes = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+        if recomputes and cache is not None and cache.get_seq_length():
+            raise ValueError(
+                "cache: a filled cache cannot be read under gradient checkpointing; switch one of them off."
+            )
         if recomputes and (cache is not None or use_cache):
             logger.warning_once("use_cache: a cache cannot be filled under gradient checkpointing; it is left out.")
             cache, use_cache = None, False
@@ -316,8 +325,12 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
         source = input_ids if input_ids is not None else inputs_embeds
         assert source is not None  # for type checkers
         batch, width = source.shape[:2]
-        if width == 0:
+        if width == 0 or batch == 0:
             raise ValueError("input_ids: no new tokens; pass at least one.")
+        if kwargs.get("seq_idx") is not None and position_ids is None and kwargs.get("cu_seq_lens_q") is None:
+            raise ValueError(
+                "seq_idx: packed documents are read from position_ids or cu_seq_lens_q; pass one of them."
+            )
         history = cache.history if cache is not None else None
         rows = rows_of_batch(batch, width, attention_mask, position_ids, kwargs.get("cu_seq_lens_q"), history)
         packed = len(rows.starts) != batch
@@ -332,6 +345,8 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
             cache is not None and not torch.is_grad_enabled() and not (output_attentions or output_hidden_states)
         )
         parts = rows.split(chunk) if in_chunks and width > chunk else [(slice(0, width), rows)]
+        if cache is not None and len(parts) > 1:
+            cache.reserve(max(rows.lengths))
         kept: list[torch.Tensor] = []
         self.backends = set()
         for part, part_rows in parts:
@@ -388,7 +403,7 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
                 f"cache: got {type(cache).__name__}, which cannot hold RecSA's tree; pass None, or a "
                 "RecSACache(config) (static, offloaded and quantised caches are not supported)."
             )
-        if cache.geometry.branching != self.config.recsa_branching or len(cache) < self.config.num_hidden_layers:
+        if cache.geometry.branching != self.config.recsa_branching or len(cache) != self.config.num_hidden_layers:
             raise ValueError(
                 f"cache: built for recsa_branching={cache.geometry.branching} and {len(cache)} layers, the model has "
                 f"{self.config.recsa_branching} and {self.config.num_hidden_layers}; make it from this model's config."
@@ -448,6 +463,7 @@ class RecSAQwen3ForCausalLM(RecSAQwen3PreTrainedModel, GenerationMixin):
             prefill_chunk_size=prefill_chunk_size,
             hidden_to_keep=last,
             cu_seq_lens_q=kwargs.pop("cu_seq_lens_q", None),
+            seq_idx=kwargs.pop("seq_idx", None),
             return_dict=True,
         )
         states = outputs.last_hidden_state
@@ -475,7 +491,8 @@ class RecSAQwen3ForCausalLM(RecSAQwen3PreTrainedModel, GenerationMixin):
         Chunks are cut inside the model's forward, which also knows embeddings and later turns.
 
         Raises:
-            ValueError: a `cache_implementation` that cannot hold the tree, or a mask that contradicts the cache.
+            ValueError: a `cache_implementation` that cannot hold the tree, a mask that contradicts the cache or ends
+                in padding, or assisted decoding behind a filled cache.
         """
         implementation = generation_config.cache_implementation
         if implementation not in (None, "dynamic"):
@@ -486,13 +503,31 @@ class RecSAQwen3ForCausalLM(RecSAQwen3PreTrainedModel, GenerationMixin):
         if generation_config.prefill_chunk_size is not None:
             model_kwargs["prefill_chunk_size"] = generation_config.prefill_chunk_size
             generation_config.prefill_chunk_size = None
+        mask = model_kwargs.get("attention_mask")
+        if mask is not None and mask.dim() == 2 and not bool(mask[:, -1:].all()):
+            raise ValueError(
+                "attention_mask: a row ends in padding, and generate() would go on behind it; pad on the left "
+                "(tokenizer.padding_side = 'left')."
+            )
+        for name in ("cache", "past_key_values"):  # both names work, whichever the installed version uses
+            if name != CACHE_FIELD and model_kwargs.get(name) is not None:
+                if model_kwargs.get(CACHE_FIELD) is not None:
+                    raise ValueError("cache and past_key_values are two names of one argument; pass one of them.")
+                model_kwargs[CACHE_FIELD] = model_kwargs.pop(name)
         given = model_kwargs.get(CACHE_FIELD)
         if given is not None:
             self.model._check_cache(given)
-            _check_history(given, model_kwargs.get("attention_mask"))
+            if given.get_seq_length() and generation_mode == GenerationMode.ASSISTED_GENERATION:
+                raise ValueError(
+                    "cache: assisted and prompt-lookup decoding feed the whole prompt, so they cannot go on behind a "
+                    "filled cache; leave the cache out, or decode without assistance."
+                )
+            # newer versions pass None for a mask of ones; a mask of another width is refused by forward
+            if mask is None or mask.dim() == 2 and mask.shape[1] >= given.get_seq_length():
+                given.history.check_mask(mask)
             given._is_user_defined = True
         elif generation_config.use_cache is not False:
-            model_kwargs[CACHE_FIELD] = RecSACache(self.config, reserve=max_cache_length)
+            model_kwargs[CACHE_FIELD] = RecSACache(self.config)
 
     def prepare_inputs_for_generation(self, input_ids, next_sequence_length=None, inputs_embeds=None, **kwargs):
         """As inherited, but refuses a history without a new token: it would be fed again behind itself.
@@ -513,19 +548,6 @@ class RecSAQwen3ForCausalLM(RecSAQwen3PreTrainedModel, GenerationMixin):
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         return True
-
-
-def _check_history(cache: RecSACache, attention_mask: torch.Tensor | None) -> None:
-    """Refuses a later turn whose mask contradicts the cache; newer versions pass `None` for a mask of ones."""
-    if attention_mask is not None and attention_mask.dim() != 2:
-        return  # refused by forward
-    held = cache.history.column_positions() >= 0
-    given = torch.ones_like(held) if attention_mask is None else attention_mask[:, : held.shape[1]].ne(0).cpu()
-    if given.shape == held.shape and not torch.equal(given, held):
-        raise ValueError(
-            "attention_mask: its cached part marks other tokens than the cache holds; "
-            "the mask must extend the one the cache was filled with."
-        )
 
 
 class RecSAQwen3ForSequenceClassification(RecSAQwen3PreTrainedModel):

@@ -18,6 +18,7 @@ class Rows:
         counts: new tokens of each sequence, S ints.
         width: W, the largest of `counts`.
         column_mask: `[B, T]` bool on the CPU, False at padding; `None` where every column is a token.
+        offsets: per row, position id less logical position of its first new token; empty where none were given.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class Rows:
         self.counts = tuple(counts)
         self.width = max(self.counts)
         self.column_mask = column_mask
+        self.offsets: list[int | None] = []
         self._index = index  # [S * W] flat column b * T + i of each sequence slot (0 where there is none)
         self._slot = slot  # [B, T] flat sequence slot s * W + j of each column (-1 at padding)
 
@@ -104,6 +106,7 @@ class Rows:
                 rows = Rows.from_columns(_row_numbers(self.column_mask[:, part]), starts)
             chunks.append((part, rows))
             starts = rows.lengths
+        chunks[0][1].offsets = self.offsets
         return chunks
 
 
@@ -119,11 +122,13 @@ class RowHistory:
     Attributes:
         lengths: tokens stored per row.
         columns: columns seen, padding included; what `Cache.get_seq_length` reports.
+        offsets: per row, position id less logical position, where position ids were given; `None` = not known.
     """
 
     def __init__(self):
         self.lengths: list[int] = []
         self.columns = 0
+        self.offsets: list[int | None] = []
         # runs of columns: (width, mask [B, width] on the CPU or None where every column is a token)
         self._runs: list[tuple[int, torch.Tensor | None]] = []
 
@@ -131,6 +136,9 @@ class RowHistory:
         """Records one forward of `columns` columns."""
         self.lengths = list(rows.lengths)
         self.columns += columns
+        if rows.offsets:
+            before = self.offsets or [None] * len(rows.offsets)
+            self.offsets = [old if new is None else new for new, old in zip(rows.offsets, before, strict=True)]
         if rows.column_mask is not None:
             self._runs.append((columns, rows.column_mask))
         elif self._runs and self._runs[-1][1] is None:
@@ -159,7 +167,26 @@ class RowHistory:
         if not self.lengths:  # storage may exist before the first token
             return
         self.lengths = [self.lengths[i] for i in indices]
+        self.offsets = [self.offsets[i] for i in indices] if self.offsets else []
         self._runs = [(width, None if mask is None else mask[list(indices)]) for width, mask in self._runs]
+
+    def check_mask(self, attention_mask: torch.Tensor | None) -> None:
+        """Refuses a mask `[B, >= columns]` whose cached part contradicts what was stored; `None` = all tokens.
+
+        Raises:
+            ValueError: the mask marks other tokens.
+        """
+        given = None if attention_mask is None else attention_mask[:, : self.columns]
+        if all(mask is None for _, mask in self._runs):
+            agrees = given is None or bool(given.all())
+        else:
+            held = self.column_positions() >= 0
+            agrees = given is not None and torch.equal(given.ne(0).cpu(), held)
+        if not agrees:
+            raise ValueError(
+                "attention_mask: its cached part marks other tokens than the cache holds; "
+                "the mask must extend the one the cache was filled with."
+            )
 
     def column_positions(self) -> torch.Tensor:
         """Logical position `[B, columns]` int64 (CPU) of each column seen, -1 at padding."""
@@ -183,8 +210,8 @@ def rows_of_batch(
         batch: B.
         width: T, new columns.
         attention_mask: `[B, columns seen + T]`, 0 at padding, or `None`. Only padding is expressed by it.
-        position_ids: `[B, T]` or `[1, T]`. Only checked: a row's positions must rise by one (any offset, RoPE is
-            relative); a restart at 0 begins a new packed document.
+        position_ids: `[B, T]` or `[1, T]`. Only checked: the positions of a row's tokens must rise by one (from any
+            start, since RoPE is relative, but on from those in the cache); a restart at 0 begins a packed document.
         cu_seq_lens: cumulative document lengths over the flattened batch, as the flattening collator gives them.
         history: the cache's, where there is one.
 
@@ -200,10 +227,16 @@ def rows_of_batch(
             "use cache.batch_repeat_interleave or cache.batch_select_indices to match them."
         )
     starts = list(history.lengths) if seen else [0] * batch
-    tokens = _token_columns(batch, width, attention_mask, starts, seen)
+    tokens = _token_columns(batch, width, attention_mask, history)
+    if position_ids is not None and tuple(position_ids.shape) not in ((batch, width), (1, width)):
+        raise ValueError(f"position_ids: shape {tuple(position_ids.shape)}, expected {(batch, width)}.")
     first = _document_starts(batch, width, tokens, position_ids, cu_seq_lens)
     if first is None:
-        return Rows.whole(batch, width, starts) if tokens is None else Rows.from_columns(_row_numbers(tokens), starts)
+        whole = Rows.whole(batch, width, starts)
+        rows = whole if tokens is None else Rows.from_columns(_row_numbers(tokens), starts)
+        if position_ids is not None:
+            rows.offsets = _offsets(position_ids.cpu().expand(batch, width), tokens, starts, history)
+        return rows
     if seen:
         raise ValueError("position_ids: packed documents cannot continue a filled cache; run them without one.")
     mask = tokens if tokens is not None else torch.ones(batch, width, dtype=torch.bool)
@@ -213,7 +246,7 @@ def rows_of_batch(
 
 
 def _token_columns(
-    batch: int, width: int, attention_mask: torch.Tensor | None, starts: list[int], seen: int
+    batch: int, width: int, attention_mask: torch.Tensor | None, history: RowHistory
 ) -> torch.Tensor | None:
     """The new columns that hold a token, `[B, T]` bool on the CPU; `None` where all do."""
     if attention_mask is None:
@@ -223,18 +256,16 @@ def _token_columns(
             "attention_mask: RecSA takes a 2D mask [batch, columns] of padding only; 4D masks, block masks and mask "
             "dictionaries would fix what a query reads, which is what the selection decides."
         )
+    seen = history.columns
     if attention_mask.shape != (batch, seen + width):
         raise ValueError(
             f"attention_mask: shape {tuple(attention_mask.shape)}, expected {(batch, seen + width)} "
             f"({seen} cached columns + {width} new ones)."
         )
     mask = attention_mask[:, seen:].ne(0).cpu()
-    # the cached part can only disagree where a caller starts a new turn; a decode step repeats what it was given
-    if seen and width > 1 and attention_mask[:, :seen].ne(0).sum(1).tolist() != starts:
-        raise ValueError(
-            "attention_mask: its cached part marks other tokens than the cache holds; "
-            "the mask must extend the one the cache was filled with."
-        )
+    # a decode step mostly repeats what it was given; counting writes nothing as long as the cache
+    if seen and (width > 1 or attention_mask[:, :seen].count_nonzero(1).tolist() != history.lengths):
+        history.check_mask(attention_mask)
     return None if bool(mask.all()) else mask
 
 
@@ -246,34 +277,66 @@ def _document_starts(
     cu_seq_lens: torch.Tensor | None,
 ) -> torch.Tensor | None:
     """Columns `[B, T]` at which a sequence begins, where some row holds several; else `None`."""
+    by_position = None
     if position_ids is not None and width > 1:
-        if position_ids.dim() != 2 or position_ids.shape[1] != width or position_ids.shape[0] not in (1, batch):
-            raise ValueError(f"position_ids: shape {tuple(position_ids.shape)}, expected {(batch, width)}.")
-        position = position_ids.cpu().expand(batch, width)
-        step = torch.ones(batch, width, dtype=torch.bool)
-        step[:, 1:] = position[:, 1:] != position[:, :-1] + 1
-        if tokens is not None:  # padding carries arbitrary positions; the first token after it is checked as a start
-            step[:, 1:] &= tokens[:, 1:]
-            gap = step[:, 1:] & tokens[:, :-1] & (position[:, 1:] != 0)
-            first_token = tokens & (tokens.cumsum(1) == 1)
-            first = (step & tokens & (position == 0)) | first_token
-            first[:, 0] |= ~tokens.any(1)  # a row of padding alone is an empty sequence
-        else:
-            gap = step[:, 1:] & (position[:, 1:] != 0)
-            first = step
-        if bool(gap.any()):
+        by_position = _starts_by_position(position_ids.cpu().expand(batch, width), tokens)
+    if cu_seq_lens is None:
+        return by_position
+    by_length = _starts_by_length(batch, width, tokens, cu_seq_lens)
+    if by_position is not None and (by_length is None or not torch.equal(by_position, by_length)):
+        raise ValueError("cu_seq_lens_q: marks other documents than position_ids; pass one of them.")
+    return by_length
+
+
+def _starts_by_position(position: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor | None:
+    first = torch.zeros_like(position, dtype=torch.bool)
+    for row, places in enumerate(position):
+        columns = torch.arange(len(places)) if tokens is None else torch.nonzero(tokens[row]).flatten()
+        places = places[columns]
+        jumps = torch.ones_like(places, dtype=torch.bool)
+        jumps[1:] = places[1:] != places[:-1] + 1
+        if bool((jumps[1:] & (places[1:] != 0)).any()):
             raise ValueError(
-                "position_ids: positions of a row must rise by one, or restart at 0 where a packed document begins; "
-                "RecSA places tokens by their order and cannot leave positions out."
+                "position_ids: positions of a row's tokens must rise by one, or restart at 0 where a packed document "
+                "begins; RecSA places tokens by their order, padding left out, and cannot leave positions out."
             )
-        if int(first.sum()) > batch:
-            return first
-    if cu_seq_lens is not None and len(cu_seq_lens) > batch + 1:
-        if tokens is not None:
-            raise ValueError("cu_seq_lens_q: cannot be combined with an attention_mask that marks padding.")
-        first = torch.zeros(batch * width, dtype=torch.bool)
-        first[cu_seq_lens[:-1].cpu().long()] = True
-        first = first.view(batch, width)
-        first[:, 0] = True
-        return first
-    return None
+        first[row, columns] = jumps
+        first[row, 0] |= len(columns) == 0  # a row of padding alone is an empty sequence
+    return first if int(first.sum()) > len(first) else None
+
+
+def _starts_by_length(
+    batch: int, width: int, tokens: torch.Tensor | None, cu_seq_lens: torch.Tensor
+) -> torch.Tensor | None:
+    borders = cu_seq_lens.cpu().long()
+    if tokens is not None and len(borders) > batch + 1:
+        raise ValueError("cu_seq_lens_q: cannot be combined with an attention_mask that marks padding.")
+    if int(borders[0]) != 0 or int(borders[-1]) != batch * width or bool((borders[1:] <= borders[:-1]).any()):
+        raise ValueError(f"cu_seq_lens_q: must rise from 0 to the {batch * width} tokens; got {borders.tolist()}.")
+    first = torch.zeros(batch * width, dtype=torch.bool)
+    first[borders[:-1]] = True
+    first = first.view(batch, width)
+    first[:, 0] = True
+    return first if int(first.sum()) > batch else None
+
+
+def _offsets(
+    position: torch.Tensor, tokens: torch.Tensor | None, starts: list[int], history: RowHistory
+) -> list[int | None]:
+    """Position id less logical position of each row's first new token; it may not change behind cached tokens."""
+    offsets: list[int | None] = []
+    for row, start in enumerate(starts):
+        columns = torch.arange(1) if tokens is None else torch.nonzero(tokens[row]).flatten()[:1]
+        if not len(columns):
+            offsets.append(None)
+            continue
+        offsets.append(int(position[row, columns]) - start)
+        known = history.offsets[row] if history.offsets else None
+        # without earlier position ids both usual countings are right: of tokens, and of columns
+        allowed = (0, history.columns - start) if known is None else (known,)
+        if start and offsets[-1] not in allowed:
+            raise ValueError(
+                f"position_ids: row {row} goes on at {int(position[row, columns])} behind {start} cached tokens; "
+                f"expected {start + allowed[0]}, since positions must follow those of the cached tokens."
+            )
+    return offsets

@@ -53,14 +53,27 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--branching", type=int, help="r; another value than the checkpoint's resets its slot_bias")
     parser.add_argument("--top-k", type=int, help="k, nodes selected per level")
+    parser.add_argument("--recent", type=int, help="s, recent nodes always selected")
     parser.add_argument("--top-capacity", type=int, help="M, tokens up to which attention is exactly dense")
     parser.add_argument("--dense", action="store_true", help="dense attention at every length, for comparison")
     parser.add_argument("--chunk", type=int, help="tokens per prefill chunk")
     parser.add_argument("--sample", action="store_true", help="sample instead of greedy decoding")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
-    if options.max_new_tokens < 1:
-        parser.error("--max-new-tokens must be at least 1")
+    for name in ("max_new_tokens", "haystack", "chunk"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    if options.dense and options.top_k is not None:
+        parser.error("--dense selects everything; leave --top-k out")
+    if options.seed < 0:
+        parser.error(f"--seed must be at least 0, got {options.seed}")
+    try:
+        device = torch.device(options.device)
+    except RuntimeError as error:
+        parser.error(f"--device {options.device}: {error}")
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
+        parser.error(f"--device {options.device}: not available here; use cpu")
     return options
 
 
@@ -82,6 +95,8 @@ def load_model(options: argparse.Namespace) -> RecSAQwen3ForCausalLM:
         fields["recsa_branching"] = options.branching
     if options.top_k is not None:
         fields["recsa_top_k"] = options.top_k
+    if options.recent is not None:
+        fields["recsa_recent"] = options.recent
     if options.top_capacity is not None:
         fields["recsa_top_capacity"] = options.top_capacity
     if options.dense:
@@ -101,14 +116,17 @@ def load_model(options: argparse.Namespace) -> RecSAQwen3ForCausalLM:
         top_k = fields.get("recsa_top_k", getattr(stored, "recsa_top_k", 128)) or 0
         candidates = top_k * fields.get("recsa_branching", getattr(stored, "recsa_branching", 16))
         fields["recsa_top_capacity"] = max(candidates, getattr(stored, "recsa_top_capacity", 8192) or 0)
-    model = RecSAQwen3ForCausalLM.from_pretrained(
-        source,
-        dtype="auto" if options.dtype == "auto" else getattr(torch, options.dtype),
-        # r slot biases do not fit another r
-        ignore_mismatched_sizes="recsa_branching" in fields,
-        **fields,
-    )
-    if options.device == "cpu" and options.dtype == "auto":
+    try:
+        model = RecSAQwen3ForCausalLM.from_pretrained(
+            source,
+            dtype="auto" if options.dtype == "auto" else getattr(torch, options.dtype),
+            # r slot biases do not fit another r
+            ignore_mismatched_sizes="recsa_branching" in fields,
+            **fields,
+        )
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{source}: {error}") from error
+    if options.device.startswith("cpu") and options.dtype == "auto":
         model = model.float()  # bfloat16 is slower than float32 on most CPUs
     return model.to(options.device).eval()
 
@@ -181,8 +199,6 @@ def main(arguments: list[str] | None = None) -> int:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     set_seed(options.seed)
-    if not options.device.startswith(("cpu", "cuda")) or (options.device != "cpu" and not torch.cuda.is_available()):
-        raise SystemExit(f"--device {options.device}: not available here; use cpu")
     model = load_model(options)
     tokenizer = AutoTokenizer.from_pretrained(options.model or DEFAULT)
     ids, example = read_prompt(options, tokenizer)

@@ -63,9 +63,15 @@ def randomise_poolers(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
 
 
 def tiny_model(model_class=RecSAQwen3ForCausalLM, seed: int = 0, **changes):
-    """A random TINY model in eval mode with random poolers."""
+    """A random TINY model in eval mode with random poolers, which never generates the pad id.
+
+    `generate` takes a pad id among the ids for padding where no mask is given.
+    """
     torch.manual_seed(seed)
-    return randomise_poolers(model_class(tiny_config(**changes)), seed).eval()
+    model = randomise_poolers(model_class(tiny_config(**changes)), seed).eval()
+    if hasattr(model, "lm_head") and not model.config.tie_word_embeddings and model.config.pad_token_id is not None:
+        model.lm_head.weight.data[model.config.pad_token_id] = 0
+    return model
 
 
 def random_ids(*shape: int, vocab_size: int = TINY["vocab_size"]) -> torch.Tensor:

@@ -232,3 +232,71 @@ def test_rows_from_columns_directly():
     states = torch.randn(2, 1, 3, 2)
     assert rows.gather(states).shape == (2, 1, 1, 2)
     assert not rows.scatter(rows.gather(states)).any()
+
+
+# ---- masks and positions against what was cached --------------------------------------------------------------------
+
+
+def history_of(mask: torch.Tensor, **options) -> RowHistory:
+    """A history after one forward with this mask."""
+    history = RowHistory()
+    history.append(rows_of_batch(*mask.shape, mask, **options), mask.shape[1])
+    return history
+
+
+@pytest.mark.parametrize("new", [1, 4])
+@pytest.mark.parametrize("same_number", [False, True])
+def test_a_mask_that_contradicts_the_cache_is_refused(new, same_number):
+    if new == 1 and same_number:
+        pytest.skip("a single step compares only the number of tokens, so that it costs nothing")
+    mask = torch.ones(1, 20, dtype=torch.long)
+    mask[0, :5] = 0
+    other = torch.ones(1, 20 + new, dtype=torch.long)
+    other[0, 10:15] = 0
+    if not same_number:
+        other[0, 15] = 0
+    with pytest.raises(ValueError, match="attention_mask: its cached part"):
+        rows_of_batch(1, new, other, history=history_of(mask))
+
+
+@pytest.mark.parametrize("new", [1, 5])
+def test_positions_must_go_on_from_the_cached_ones(new):
+    history = history_of(torch.ones(1, 20, dtype=torch.long), position_ids=torch.arange(20)[None])
+    rows_of_batch(1, new, position_ids=torch.arange(20, 20 + new)[None], history=history)
+    with pytest.raises(ValueError, match="position_ids: row 0 goes on at 500 .* expected 20"):
+        rows_of_batch(1, new, position_ids=torch.arange(500, 500 + new)[None], history=history)
+
+
+def test_a_row_may_begin_anywhere_and_must_stay_there():
+    history = history_of(torch.ones(1, 20, dtype=torch.long), position_ids=torch.arange(100, 120)[None])
+    rows_of_batch(1, 3, position_ids=torch.arange(120, 123)[None], history=history)
+    with pytest.raises(ValueError, match="position_ids"):
+        rows_of_batch(1, 3, position_ids=torch.arange(20, 23)[None], history=history)
+
+
+@pytest.mark.parametrize("first", [15, 20])
+def test_padded_rows_may_count_tokens_or_columns(first):
+    mask = torch.ones(1, 20, dtype=torch.long)
+    mask[0, :5] = 0
+    rows_of_batch(1, 3, position_ids=torch.arange(first, first + 3)[None], history=history_of(mask))
+
+
+def test_positions_that_count_a_hole_are_refused():
+    mask = torch.ones(1, 30, dtype=torch.long)
+    mask[0, 10:17] = 0
+    rows_of_batch(1, 30, mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
+    with pytest.raises(ValueError, match="position_ids"):
+        rows_of_batch(1, 30, mask, position_ids=torch.arange(30)[None])
+
+
+@pytest.mark.parametrize("borders", [[0, 13, 63, 144], [1, 13, 145], [0, 50, 50, 145]])
+def test_document_lengths_must_cover_the_tokens(borders):
+    with pytest.raises(ValueError, match="cu_seq_lens_q: must rise"):
+        rows_of_batch(1, 145, cu_seq_lens=torch.tensor(borders))
+
+
+def test_document_lengths_that_contradict_the_positions_are_refused():
+    positions = torch.cat((torch.arange(13), torch.arange(132)))[None]
+    rows_of_batch(1, 145, position_ids=positions, cu_seq_lens=torch.tensor([0, 13, 145]))
+    with pytest.raises(ValueError, match="cu_seq_lens_q: marks other documents"):
+        rows_of_batch(1, 145, position_ids=positions, cu_seq_lens=torch.tensor([0, 20, 145]))

@@ -76,12 +76,29 @@ def test_bad_requests_are_refused_by_name(default, tmp_path):
         generate.main(["--prompt-file", str(tmp_path / "empty.txt"), *FEW])
     with pytest.raises(SystemExit, match="--prompt-file"):
         generate.main(["--prompt-file", str(tmp_path / "absent.txt"), *FEW])
-    with pytest.raises(SystemExit, match="--device"):
-        generate.main(["--haystack", "300", "--device", "tpu"])
+    with pytest.raises(SystemExit, match="recsa_top_k"):
+        generate.main(["--haystack", "300", "--top-k", "0", *FEW])
     with pytest.raises(SystemExit, match="--model"):
         generate.main(["--model", str(tmp_path), *FEW])
     with pytest.raises(SystemExit, match="--haystack"):
         generate.main(["--haystack", "5", *FEW])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--device", "abacus"],
+        ["--chunk", "-3"],
+        ["--haystack", "0"],
+        ["--max-new-tokens", "0"],
+        ["--dense", "--top-k", "4"],
+        ["--seed", "-1"],
+    ],
+)
+def test_impossible_arguments_are_refused_before_any_work(arguments, capsys):
+    with pytest.raises(SystemExit):
+        generate.parse_arguments(arguments)
+    assert arguments[0] in capsys.readouterr().err
 
 
 def test_the_reference_benchmark_measures_and_reports(tmp_path):
