@@ -616,7 +616,7 @@ which does not lead a query to what it looks for. (With `recsa_top_k` = `None` a
 from transformers import {auto_class}, AutoTokenizer
 
 model = {auto_class}.from_pretrained("<this repository>", trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained("<this repository>")
+tokenizer = AutoTokenizer.from_pretrained("<this repository>", trust_remote_code=True)
 ```
 
 The code in this repository is under Apache-2.0; the weights keep the licence of the base model.

@@ -26,7 +26,7 @@ from transformers.utils import logging
 import needle_text
 
 try:
-    from recsa_qwen3 import RecSACache, RecSAQwen3ForCausalLM, TreeGeometry
+    from recsa_qwen3 import RecSACache, RecSAPooler, RecSAQwen3ForCausalLM, TreeGeometry
     from recsa_qwen3.modeling_recsa_qwen3 import CACHE_FIELD
 except ImportError as error:
     raise SystemExit(f"recsa_qwen3 cannot be imported ({error}); run: pip install -e . in the repository") from error
@@ -40,17 +40,21 @@ DEFAULT_HAYSTACK = 4096
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("--model", help="folder or Hub id of a RecSA-Qwen3 (or stock Qwen3) checkpoint")
     text = parser.add_mutually_exclusive_group()
     text.add_argument("--prompt-file", help="text file to read, or - for standard input")
-    text.add_argument("--haystack", type=int, metavar="TOKENS", help=f"generate a text (default {DEFAULT_HAYSTACK})")
+    text.add_argument(
+        "--haystack", type=int, metavar="TOKENS", help=f"generate a text; {DEFAULT_HAYSTACK} without --prompt-file"
+    )
     parser.add_argument("--task", choices=needle_text.TASKS, default="needle", help="what the haystack hides")
     parser.add_argument("--question", help="appended to the text")
     parser.add_argument("--raw", action="store_true", help="do not use the tokenizer's chat template")
-    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="most tokens to answer with")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where it runs")
     parser.add_argument("--branching", type=int, help="r; another value than the checkpoint's resets its slot_bias")
     parser.add_argument("--top-k", type=int, help="k, nodes selected per level")
     parser.add_argument("--recent", type=int, help="s, recent nodes always selected")
@@ -190,7 +194,9 @@ def describe_read(geometry: TreeGeometry, tokens: int) -> str:
         entries.append(geometry.max_candidates - geometry.branching + path - first_child + 1)
     walk = ", ".join(f"level {level}: {number:,}" for level, number in zip(range(depth, -1, -1), entries, strict=True))
     total = sum(entries)
-    saved = f"the last query read {total:,} entries, dense attention reads {tokens:,} ({tokens / total:.1f}x)"
+    saved = (
+        f"the last query read {total:,} entries, dense attention reads {tokens:,} ({tokens / total:.1f}x in entries)"
+    )
     return f"levels: {walk}\n{saved}"
 
 
@@ -215,7 +221,7 @@ def main(arguments: list[str] | None = None) -> int:
     cache = prefill(model, ids, chunk, reserve=tokens + options.max_new_tokens)
     read = time.perf_counter() - began
     tail = ids[0, -12:]
-    print(f"... {tokenizer.decode(tail, skip_special_tokens=True)}")
+    print(f"the text ends: ... {tokenizer.decode(tail, skip_special_tokens=True)}\nanswer:")
 
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     began = time.perf_counter()
@@ -231,8 +237,12 @@ def main(arguments: list[str] | None = None) -> int:
     new = output[0, tokens:]
 
     print(f"\nread {tokens:,} tokens in {read:.1f} s ({tokens / read:,.0f} tokens/s), ", end="")
-    print(f"wrote {len(new)} in {wrote:.2f} s ({wrote / len(new) * 1000:.0f} ms each); path: {model.last_backend}")
+    print(f"wrote {len(new)} in {wrote:.2f} s ({wrote / len(new) * 1000:.0f} ms each); ", end="")
+    print(f"path of the last step: {model.last_backend}")
     print(describe_read(TreeGeometry.from_config(fields), tokens))
+    if not any(pooler.query.any() for pooler in model.modules() if isinstance(pooler, RecSAPooler)):
+        limit = fields.recsa_top_capacity or fields.recsa_top_k * fields.recsa_branching
+        print(f"note: the poolers are untrained means; beyond M = {limit:,} tokens answers are often wrong")
     if example is not None:
         found = tokenizer.decode(new, skip_special_tokens=True)
         right = needle_text.encode(found)[: len(example.answer_ids)] == example.answer_ids.tolist()

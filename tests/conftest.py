@@ -13,8 +13,8 @@ for folder in (ROOT / "scripts", ROOT / "tests"):
 
 from recsa_qwen3 import RecSAQwen3Config, RecSAQwen3ForCausalLM  # noqa: E402
 
-# Largest difference of logits between two float32 paths that must agree (cases.md), and relative RMS errors of an
-# output given the same selection against float64 (DESIGN section 4).
+# Largest difference of logits between two float32 paths that must agree, and relative RMS errors of an
+# output given the same selection against float64 (METHOD section 4).
 LOGITS_ATOL = 1e-4
 RELATIVE_RMS = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 1e-2}
 

@@ -1,6 +1,6 @@
 """The operator and the model against the float64 oracle; the policy's fixed parts; precision of the rotary tables.
 
-Selections are judged by importance gap and outputs given the same selection (DESIGN section 4), so no near-tie can
+Selections are judged by importance gap and outputs given the same selection (METHOD section 4), so no near-tie can
 make a test flaky.
 """
 
@@ -235,7 +235,7 @@ def test_model_equals_the_oracle_at_every_length(r, k, s, M):
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2), (4, 1)])
 @pytest.mark.parametrize("count_bias", [False, True])
 def test_operator_given_the_selection(dtype, heads, kv_heads, count_bias):
-    """DESIGN 4: relative RMS error against float64 given the same selection, for each dtype and group size."""
+    """METHOD 4: relative RMS error against float64 given the same selection, for each dtype and group size."""
     check_case(make_case(heads=heads, kv_heads=kv_heads, count_bias=count_bias, dtype=dtype))
 
 
@@ -378,7 +378,7 @@ def test_gradients_equal_the_oracles(count_bias):
 
 @pytest.mark.parametrize("count_bias", [False, True])
 def test_output_equals_weights_times_values(count_bias):
-    """DESIGN 3: the output is A . V, rows of A sum to 1, and A is the oracle's (whose walk asserts the covering)."""
+    """METHOD 3: the output is A . V, rows of A sum to 1, and A is the oracle's (whose walk asserts the covering)."""
     case = make_case(count_bias=count_bias)
     plain = case.run()
     result = case.run(return_weights=True, selection=plain.selection)
@@ -393,7 +393,7 @@ def test_output_equals_weights_times_values(count_bias):
 
 
 def test_each_token_is_covered_exactly_once():
-    """DESIGN 3: for a query of zeros each contribution weighs the same, so A shows how often a token is read."""
+    """METHOD 3: for a query of zeros each contribution weighs the same, so A shows how often a token is read."""
     case = make_case()
     result = case.run(query=torch.zeros_like(case.query), return_weights=True)
     r, k = case.geometry.branching, case.geometry.top_k

@@ -257,7 +257,7 @@ def test_a_configuration_without_the_fields_loads(tmp_path):
 
 
 def test_positional_meaning_of_qwen3_fields_is_unchanged():
-    """DESIGN 7: every field of Qwen3 with its meaning and default."""
+    """METHOD 7: every field of Qwen3 with its meaning and default."""
     stock, own = Qwen3Config().to_dict(), RecSAQwen3Config().to_dict()
     for name in ("model_type", "auto_map", *FIELDS):
         stock.pop(name, None), own.pop(name, None)

@@ -1,4 +1,4 @@
-"""The contract (DESIGN section 3) as a property: what a query selects depends on its row's first tokens alone.
+"""The contract (METHOD section 3) as a property: what a query selects depends on its row's first tokens alone.
 
 Random rows are run in random chunks, batches and paddings, cached or not, with detours that are cropped away, forward
 and recomputed; selections must be equal and logits agree with one plain forward over each row. Everything runs in

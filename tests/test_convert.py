@@ -77,7 +77,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def assert_poolers_are_means(added: dict[str, torch.Tensor], layers: int = STOCK["num_hidden_layers"]) -> None:
-    """Exactly the documented new tensors, at the values that make the pooler a plain mean (DESIGN section 6)."""
+    """Exactly the documented new tensors, at the values that make the pooler a plain mean (METHOD section 6)."""
     heads, width, r = STOCK["num_key_value_heads"], STOCK["head_dim"], RECSA["recsa_branching"]
     shapes = {"query": (heads, width), "slot_bias": (r,), "proj": (heads, width, width)}
     found = {}

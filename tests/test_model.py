@@ -249,7 +249,7 @@ def test_losses_of_the_heads_equal_stock_qwen3():
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_state_dict_has_the_names_of_qwen3_and_the_poolers(tied):
-    """DESIGN 7: nothing else, no buffers, and the shapes of both."""
+    """METHOD 7: nothing else, no buffers, and the shapes of both."""
     model = tiny_model(tie_word_embeddings=tied, attention_bias=True)
     stock = Qwen3ForCausalLM(stock_config(model.config))
     poolers = {f"model.layers.{i}.self_attn.pooler.{name}" for i in range(3) for name in POOLER}

@@ -32,7 +32,7 @@ def test_a_haystack_within_the_dense_range_is_answered(default, capsys):
     out, err = capsys.readouterr()
     example = needle_text.make_example(500, "needle", 0)
     assert f"expected: {example.answer} -> right" in out
-    assert "path: dense" in out and "dense attention" in out
+    assert "path of the last step: dense" in out and "dense attention" in out
     assert "reading: 100%" in err
 
 
@@ -40,14 +40,14 @@ def test_beyond_the_dense_range_it_says_what_one_query_read(default, capsys):
     assert generate.main(["--haystack", "700", "--task", "lookalike", *SPARSE, *FEW]) == 0
     out = capsys.readouterr().out
     tokens = len(needle_text.make_example(700, "lookalike", 0).prompt_ids)
-    assert "path: reference" in out and "level 1: 44" in out  # ceil(695 / 16)
+    assert "path of the last step: reference" in out and "level 1: 44" in out  # ceil(695 / 16)
     read = int(out.split("the last query read ")[1].split(" ")[0].replace(",", ""))
     assert read < tokens and f"dense attention reads {tokens}" in out
 
 
 def test_dense_reads_everything(default, capsys):
     assert generate.main(["--haystack", "700", "--dense", *FEW]) == 0
-    assert "path: dense" in capsys.readouterr().out
+    assert "path of the last step: dense" in capsys.readouterr().out
 
 
 def test_another_branching_resets_the_slot_bias_and_runs(default, capsys):
@@ -59,10 +59,10 @@ def test_a_file_and_standard_input_give_the_same(default, tmp_path, capsys, monk
     text = needle_text.make_example(300, "needle", 3).prompt
     (tmp_path / "text.txt").write_text(text)
     assert generate.main(["--prompt-file", str(tmp_path / "text.txt"), *SPARSE, *FEW]) == 0
-    from_file = capsys.readouterr().out.split("read ")[0]
+    from_file = capsys.readouterr().out.split("\nread ")[0]
     monkeypatch.setattr("sys.stdin", io.StringIO(text))
     assert generate.main(["--prompt-file", "-", *SPARSE, *FEW]) == 0
-    assert capsys.readouterr().out.split("read ")[0] == from_file
+    assert capsys.readouterr().out.split("\nread ")[0] == from_file
 
 
 def test_a_stock_checkpoint_is_read_with_a_notice(default, capsys):

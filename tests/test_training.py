@@ -248,7 +248,7 @@ def test_one_step_in_each_precision(dtype, autocast):
 
 
 def test_autocast_does_not_round_the_selection():
-    """DESIGN 4: logits, importance and pooling stay in float32: training under autocast selects as inference does."""
+    """METHOD 4: logits, importance and pooling stay in float32: training under autocast selects as inference does."""
     case = make_case(starts=(70,), counts=(40,), dtype=torch.float32)
     expected = case.run()
     with torch.autocast("cpu", torch.bfloat16):

@@ -29,7 +29,7 @@ def random_pooler(kv_heads: int, r: int, head_dim: int, dtype: torch.dtype = tor
 
 @pytest.mark.parametrize(("r", "k", "s", "M"), GEOMETRIES)
 def test_depth_is_the_smallest_level_that_fits(r, k, s, M):
-    """DESIGN 3: the smallest l with ceil((t + 1) / r^l) <= M, at every border, near them and anywhere."""
+    """METHOD 3: the smallest l with ceil((t + 1) / r^l) <= M, at every border, near them and anywhere."""
     geometry = TreeGeometry(r, k, s, M)
     borders = [M * r**level for level in range(5)]
     near = [border + offset for border in borders for offset in range(-2, 3)]
@@ -76,7 +76,7 @@ def test_geometry_of_a_configuration():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_untrained_pooler_is_the_mean(dtype):
-    """DESIGN 6: with query 0, slot_bias 0 and proj identity both what is carried and what is read are the mean."""
+    """METHOD 6: with query 0, slot_bias 0 and proj identity both what is carried and what is read are the mean."""
     children = torch.randn(2, 3, 5, 4, 8).to(dtype)
     pooled, keys = RecSAPooler(3, 4, 8).to(dtype)(children)
     assert pooled.dtype == keys.dtype == dtype
@@ -143,7 +143,7 @@ def test_levels_stop_at_the_depth_asked_for():
 
 
 def test_a_node_depends_on_its_own_tokens_alone():
-    """DESIGN 2: tokens outside a node, later ones above all, never change it."""
+    """METHOD 2: tokens outside a node, later ones above all, never change it."""
     pooler = random_pooler(2, 4, 8)
     keys, values = torch.randn(2, 1, 2, 64, 8, dtype=torch.float64)
     levels = build_levels(keys, values, pooler, 4, 2)
@@ -158,7 +158,7 @@ def test_a_node_depends_on_its_own_tokens_alone():
 
 
 def test_the_projection_stays_out_of_the_recursion():
-    """DESIGN 6: what is carried upwards is the pooled key, whatever the projection."""
+    """METHOD 6: what is carried upwards is the pooled key, whatever the projection."""
     pooler = random_pooler(2, 4, 8)
     keys, values = torch.randn(2, 1, 2, 64, 8, dtype=torch.float64)
     first = build_nodes(pooler, keys, values, 4)
