@@ -6,6 +6,7 @@ touches caches, padding or modules.
 """
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ from transformers.utils.generic import maybe_autocast
 from .tree_recsa_qwen3 import Levels, TreeGeometry, accumulation_dtype
 
 # Elements that one temporary of the reference may hold: few enough to stay in a CPU's cache, enough to fill a GPU.
-# Measured on one x86 core, C = 512, D = 64: 0.74 ms a query at 2^18, 1.1 at 2^17, 2.1 at 2^20.
+# `blocks` in benchmarks/bench_reference.json has the times that chose the CPU's value.
 _BLOCK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 25}
 # Elements of the token-level matrix that `return_weights` may build (4 GiB in float32).
 _MAX_WEIGHTS = 1 << 30
@@ -200,8 +201,7 @@ class _Reference:
         key = rotate(key, self.cos[:tokens], self.sin[:tokens])
         same = len({(self.starts[s], dense[s]) for s in rows}) == 1
         if self.weights is not None:
-            logits = query.flatten(2, 3).to(self.dtype) @ key.to(self.dtype).transpose(-1, -2)
-            logits = (logits * self.scaling).unflatten(2, (width, -1))
+            logits = _product(query.to(self.dtype), key.to(self.dtype).transpose(-1, -2)) * self.scaling
             unread = ~_causal_mask(position, tokens)[..., None, :]
             weights = torch.softmax(logits.masked_fill(unread, float("-inf")), -1)
             for index, s in enumerate(rows):
@@ -290,9 +290,8 @@ class _Reference:
         device = query.device
         start = torch.tensor([self.starts[s] for s in rows], device=device)
         position = (start[:, None] + torch.arange(begin, end, device=device))[:, None]  # [S', 1, w]
-        parts: list[
-            tuple[torch.Tensor, torch.Tensor]
-        ] = []  # (output [S', H_kv, w, G, D], log-sum-exp [S', H_kv, w, G])
+        # output [S', H_kv, w, G, D] and log-sum-exp [S', H_kv, w, G] of each level
+        parts: list[tuple[torch.Tensor, torch.Tensor]] = []
         spreads = []
         chosen = None
         for level in range(depth, -1, -1):
@@ -303,13 +302,12 @@ class _Reference:
                 nodes = None
                 keys = _take_rows(self.levels.keys[level][:, :, :width], rows).to(self.dtype)
                 values = _take_rows(self.levels.values[level][:, :, :width], rows).to(self.dtype)
-                logits = self._logits_of_top(query, keys, number, level)
             else:
                 number = (k - 1) * r + path - (position // r ** (level + 1)) * r + 1
                 nodes = (chosen[..., None] * r + torch.arange(r, device=device)).flatten(-2)  # [S', H_kv, w, C]
                 keys = self._gather(self.levels.keys[level], rows, chosen)
                 values = self._gather(self.levels.values[level], rows, chosen)
-                logits = self._logits_of_gathered(query, keys, number, level)
+            logits = self._logits(query, keys, number, level)
             slots = torch.arange(logits.shape[-1], device=device)
             if level == 0:
                 summed = (slots < number[..., None]).expand(*logits.shape[:3], -1)
@@ -326,12 +324,7 @@ class _Reference:
             logits = logits.masked_fill(~summed[..., None, :], float("-inf"))
             total = torch.logsumexp(logits, -1)
             weights = torch.softmax(logits, -1)
-            dropped = self._drop(weights)
-            if nodes is None:
-                out = (dropped.flatten(2, 3) @ values).unflatten(2, weights.shape[2:4])
-            else:
-                out = dropped @ values
-            parts.append((out, total))
+            parts.append((_product(self._drop(weights), values), total))
             if self.weights is not None:
                 spreads.append((level, weights, total, nodes))
         totals = torch.stack([total for _, total in parts])
@@ -340,28 +333,13 @@ class _Reference:
             self._spread(rows, begin, end, weights * share[index][..., None], nodes, level)
         return torch.stack([out * share[index][..., None] for index, (out, _) in enumerate(parts)]).sum(0)
 
-    def _logits_of_top(self, query, keys, number, level):
-        """`[S', H_kv, w, G, n]`: keys at positions 0, 1, ..., the query at the path node's."""
-        width = keys.shape[2]
+    def _logits(self, query, keys, number, level) -> torch.Tensor:
+        """`[S', H_kv, w, G, n]`: keys (shapes of `_product`) at positions 0, 1, ..., the query at the path node's."""
+        width, path = keys.shape[-2], (number - 1)[..., None]  # [S', 1, w, 1]
         keys = rotate(keys, self.cos[:width], self.sin[:width])
-        turned = self._turn(query, number)
-        logits = (turned.flatten(2, 3) @ keys.transpose(-1, -2)).unflatten(2, query.shape[2:4])
-        return logits * self.scaling + self._count_bias(level)
-
-    def _logits_of_gathered(self, query, keys, number, level):
-        """`[S', H_kv, w, G, C]` from gathered keys `[S', H_kv, w, C, D]`."""
-        width = keys.shape[3]
-        keys = rotate(keys, self.cos[:width], self.sin[:width])
-        return self._turn(query, number) @ keys.transpose(-1, -2) * self.scaling + self._count_bias(level)
-
-    def _turn(self, query, number):
-        index = (number - 1)[..., None]  # [S', 1, w, 1]
-        return rotate(query, self.cos[index], self.sin[index])
-
-    def _count_bias(self, level: int) -> float:
-        if not self.geometry.count_bias:
-            return 0.0
-        return level * float(torch.log(torch.tensor(float(self.geometry.branching), dtype=torch.float64)))
+        query = rotate(query, self.cos[path], self.sin[path])
+        bias = level * math.log(self.geometry.branching) if self.geometry.count_bias else 0.0
+        return _product(query, keys.transpose(-1, -2)) * self.scaling + bias
 
     def _gather(self, states: torch.Tensor, rows: list[int], parents: torch.Tensor) -> torch.Tensor:
         """The r children of each parent: `[S', H_kv, w, k]` -> `[S', H_kv, w, k * r, D]`, widened."""
@@ -466,6 +444,13 @@ class _Reference:
             for rows, begin, out in self.pieces:
                 joined[rows, :, begin : begin + out.shape[2]] = out.to(joined.dtype)
         return joined.transpose(2, 3).flatten(1, 2)
+
+
+def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """`[S, H_kv, w, G, x]` times what all queries share, `[S, H_kv, x, y]`, or each its own, `[S, H_kv, w, x, y]`."""
+    if right.dim() == left.dim():
+        return left @ right
+    return (left.flatten(2, 3) @ right).unflatten(2, left.shape[2:4])
 
 
 def _causal_mask(position: torch.Tensor, tokens: int) -> torch.Tensor:

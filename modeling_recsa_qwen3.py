@@ -354,7 +354,7 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
                 trace.begin()
             states = source[:, part] if input_ids is None else self.embed_tokens(source[:, part])
             states, all_states, all_weights = self._run(
-                states, part_rows, cache, use_cache, output_attentions, output_hidden_states
+                states, part_rows, cache, output_attentions, output_hidden_states
             )
             kept.append(states)
             if hidden_to_keep:
@@ -366,7 +366,7 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
             **{CACHE_FIELD: cache if use_cache else None},
         )
 
-    def _run(self, states, rows, cache, use_cache, output_attentions, output_hidden_states):
+    def _run(self, states, rows, cache, output_attentions, output_hidden_states):
         """All layers and the last norm over one chunk."""
         all_states, all_weights = [], []
         layers: list[Any] = list(self.layers[: self.config.num_hidden_layers])
@@ -544,10 +544,6 @@ class RecSAQwen3ForCausalLM(RecSAQwen3PreTrainedModel, GenerationMixin):
         return super().prepare_inputs_for_generation(
             input_ids, next_sequence_length=next_sequence_length, inputs_embeds=inputs_embeds, **kwargs
         )
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return True
 
 
 class RecSAQwen3ForSequenceClassification(RecSAQwen3PreTrainedModel):

@@ -66,6 +66,17 @@ class TreeGeometry:
         """The first logical position whose walk starts at `depth` or above it (depth >= 1)."""
         return self.top_capacity * self.branching ** (depth - 1)
 
+    def candidates(self, position: int) -> list[int]:
+        """Entries that the query at this logical position reads at each level of its walk, the top first."""
+        depth = self.depth(position)
+        numbers = [position // self.branching**depth + 1]
+        for level in range(depth - 1, -1, -1):
+            siblings = (
+                position // self.branching**level % self.branching
+            )  # children of the path parent before the path
+            numbers.append(self.max_candidates - self.branching + siblings + 1)
+        return numbers
+
     def node_counts(self, tokens: int) -> list[int]:
         """Complete nodes at each level, level 0 first, up to the last level that has any."""
         counts = [tokens]

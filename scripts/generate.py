@@ -183,16 +183,11 @@ def prefill(model: RecSAQwen3ForCausalLM, ids: torch.Tensor, chunk: int, reserve
 
 def describe_read(geometry: TreeGeometry, tokens: int) -> str:
     """The levels that the last query walked, and its entries against dense attention's."""
-    position = tokens - 1
-    depth = geometry.depth(position)
-    if depth == 0:
+    entries = geometry.candidates(tokens - 1)
+    if len(entries) == 1:
         return f"levels: tokens only (dense); the last query read {tokens:,} entries, as dense attention"
-    entries = [-(-tokens // geometry.branching**depth)]
-    for level in range(depth - 1, -1, -1):
-        path = position // geometry.branching**level
-        first_child = position // geometry.branching ** (level + 1) * geometry.branching
-        entries.append(geometry.max_candidates - geometry.branching + path - first_child + 1)
-    walk = ", ".join(f"level {level}: {number:,}" for level, number in zip(range(depth, -1, -1), entries, strict=True))
+    levels = range(len(entries) - 1, -1, -1)
+    walk = ", ".join(f"level {level}: {number:,}" for level, number in zip(levels, entries, strict=True))
     total = sum(entries)
     saved = (
         f"the last query read {total:,} entries, dense attention reads {tokens:,} ({tokens / total:.1f}x in entries)"

@@ -39,6 +39,8 @@ TINY = dict(
 )
 # The length up to which TINY is exactly dense.
 DENSE = TINY["recsa_top_capacity"]
+# Below M, at M + 1, and at 4M and more.
+LENGTHS = (DENSE - 3, DENSE + 1, 4 * DENSE + 6)
 
 
 def relative_rms(actual: torch.Tensor, expected: torch.Tensor) -> float:

@@ -18,7 +18,7 @@ from transformers import (
     Qwen3ForSequenceClassification,
 )
 
-from conftest import DENSE, LOGITS_ATOL, TINY, random_ids, tiny_config, tiny_model
+from conftest import DENSE, LENGTHS, LOGITS_ATOL, TINY, random_ids, tiny_config, tiny_model
 from recsa_qwen3 import (
     RecSAPooler,
     RecSAQwen3ForCausalLM,
@@ -32,8 +32,6 @@ from recsa_qwen3 import (
 
 torch.set_num_threads(1)
 
-# Below M, at M + 1, and at 4M and more.
-LENGTHS = (DENSE - 3, DENSE + 1, 4 * DENSE + 6)
 POOLER_NAMES = {
     f"model.layers.{i}.self_attn.pooler.{name}"
     for i in range(TINY["num_hidden_layers"])

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 import recsa_qwen3
-from conftest import DENSE, LOGITS_ATOL, TINY, random_ids, tiny_config, tiny_model
+from conftest import DENSE, LENGTHS, LOGITS_ATOL, TINY, random_ids, tiny_config, tiny_model
 from fresh import run_fresh
 from recsa_qwen3 import (
     RecSACache,
@@ -44,8 +44,6 @@ CLASSES = {
     AutoModelForTokenClassification: RecSAQwen3ForTokenClassification,
     AutoModelForQuestionAnswering: RecSAQwen3ForQuestionAnswering,
 }
-# Below M, at M + 1, and at 4M and more.
-LENGTHS = (DENSE - 3, DENSE + 1, 4 * DENSE + 6)
 POOLER = ("query", "slot_bias", "proj")
 
 

@@ -105,6 +105,7 @@ def test_the_reference_benchmark_measures_and_reports(tmp_path):
     prefill = bench_reference.measure_prefill(1200)
     decode = bench_reference.measure_decode(2000, repeats=2)
     assert prefill["ms_per_token"] > 0 and decode["median_ms"] > 0
+    assert bench_reference.measure_blocks(18)["median_ms"] > 0
     report = json.loads((ROOT / "benchmarks" / "bench_reference.json").read_text())
     assert report["model"] == bench_reference.SHAPE
 

@@ -169,3 +169,21 @@ def test_the_projection_stays_out_of_the_recursion():
     torch.testing.assert_close(again.keys, 3 * first.keys)
     second = build_nodes(pooler, first.pooled, first.values, 4)
     torch.testing.assert_close(build_levels(keys, values, pooler, 4, 2).keys[2], second.keys)
+
+
+@pytest.mark.parametrize(("r", "k", "s", "m"), [(2, 2, 0, 4), (4, 4, 1, 16), (8, 4, 1, 32), (4, 2, 0, 11)])
+def test_candidates_are_those_that_the_oracle_walks(r, k, s, m):
+    """METHOD 3: how many entries a query reads at each level; the path has no importance, hence the one more."""
+    geometry, tokens, head_dim = TreeGeometry(r, k, s, m), 300, 4
+    keys, values = torch.randn(2, tokens, head_dim, dtype=torch.float64).unbind(0)
+    zeros, identity = torch.zeros(head_dim, dtype=torch.float64), torch.eye(head_dim, dtype=torch.float64)
+    levels = oracle.build_tree(keys, values, zeros, torch.zeros(r, dtype=torch.float64), identity, r)
+    cos, sin = oracle.rope_tables(1e4, head_dim, range(tokens))
+    for t in (m - 1, m, m + 1, *torch.randint(m, tokens, (6,)).tolist()):
+        query = torch.randn(1, head_dim, dtype=torch.float64)
+        *_, importance = oracle.attend(query, levels, t, r=r, k=k, s=s, M=m, scaling=0.5, cos=cos, sin=sin)
+        walked = [len(importance[level]) + 1 for level in sorted(importance, reverse=True)]
+        numbers = geometry.candidates(t)
+        assert numbers[:-1] == walked
+        parent = (t // r) * r if walked else 0
+        assert numbers[-1] == (k - 1) * r * bool(walked) + t - parent + 1
