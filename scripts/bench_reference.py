@@ -25,7 +25,16 @@ from typing import Any
 import torch
 import transformers
 
-from recsa_qwen3 import RecSACache, RecSAQwen3Config, RecSAQwen3ForCausalLM
+from recsa_qwen3 import (
+    RecSACache,
+    RecSAPooler,
+    RecSAQwen3Config,
+    RecSAQwen3ForCausalLM,
+    TreeGeometry,
+    build_levels,
+    recsa_attention,
+)
+from recsa_qwen3.attention_recsa_qwen3 import rotary_tables
 from recsa_qwen3.rows_recsa_qwen3 import Rows
 
 SHAPE: dict[str, Any] = dict(
@@ -68,6 +77,24 @@ def measure_prefill(length: int) -> dict[str, float]:
         "peak_mib": round(peak / 1024, 1),
         "peak_above_start_mib": round((peak - before) / 1024, 1),
     }
+
+
+def measure_blocks(exponent: int) -> dict[str, float]:
+    """Milliseconds per query of the operator with temporaries of 2^exponent elements, at C = 512 and D = 64."""
+    geometry = TreeGeometry(branching=16, top_k=32, recent=1, top_capacity=2048)
+    kv_heads, head_dim, queries, tokens = 4, 64, 256, 4096
+    keys, values = torch.randn(2, 1, kv_heads, tokens, head_dim).unbind(0)
+    query = torch.randn(1, 2 * kv_heads, queries, head_dim)
+    config = RecSAQwen3Config(head_dim=head_dim)
+    rope = rotary_tables(config, query.device, geometry.top_capacity)
+    with torch.inference_mode():
+        levels = build_levels(keys, values, RecSAPooler(kv_heads, geometry.branching, head_dim), 16, 1)
+        times = []
+        for _ in range(WARM_UP):
+            began = time.perf_counter()
+            recsa_attention(query, levels, [tokens - queries], [queries], geometry, rope, block_elements=1 << exponent)
+            times.append((time.perf_counter() - began) / queries * 1e3)
+    return {"log2_elements": exponent, "median_ms": round(statistics.median(times[1:]), 4)}
 
 
 def fill_cache(model: RecSAQwen3ForCausalLM, length: int, reserve: int) -> RecSACache:
@@ -134,8 +161,9 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.one:
-        kind, length = options.one[0], int(options.one[1])
-        print(json.dumps(measure_prefill(length) if kind == "prefill" else measure_decode(length, options.repeats)))
+        kind, number = options.one[0], int(options.one[1])
+        measure = {"prefill": measure_prefill, "blocks": measure_blocks}.get(kind)
+        print(json.dumps(measure(number) if measure else measure_decode(number, options.repeats)))
         return 0
     options.output.parent.mkdir(parents=True, exist_ok=True)
     report = {
@@ -147,6 +175,7 @@ def main() -> int:
         "model": SHAPE,
         "prefill": [in_own_process("prefill", length, options) for length in options.prefill],
         "decode": [in_own_process("decode", length, options) for length in options.decode],
+        "blocks": [in_own_process("blocks", exponent, options) for exponent in range(16, 23, 2)],
     }
     options.output.write_text(json.dumps(report, indent=2) + "\n")
     print(f"wrote {options.output}")
