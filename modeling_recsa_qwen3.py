@@ -483,6 +483,21 @@ class RecSAQwen3ForCausalLM(RecSAQwen3PreTrainedModel, GenerationMixin):
             **{CACHE_FIELD: getattr(outputs, CACHE_FIELD)},
         )
 
+    def _prepare_attention_mask_for_generation(self, inputs_tensor, generation_config, model_kwargs):
+        """As inherited for new columns; what a cache holds is known, so a generated pad token stays a token there.
+
+        Newer versions drop a mask of ones and ask again in every round of assisted decoding, whose newest token came
+        from the model as well.
+        """
+        mask = super()._prepare_attention_mask_for_generation(inputs_tensor, generation_config, model_kwargs)
+        cache = model_kwargs.get("cache") or model_kwargs.get("past_key_values")
+        if isinstance(cache, RecSACache) and len(cache.history.lengths) == len(mask):
+            held = cache.history.column_positions()[:, : mask.shape[1]] >= 0
+            mask[:, : held.shape[1]] = held
+            if generation_config.is_assistant:
+                mask[:, held.shape[1] :] = 1
+        return mask
+
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length, *args, **kwargs
     ):

@@ -235,6 +235,19 @@ def test_assisted_decoding_equals_greedy(double, assistants, draft, returns_cach
         assert torch.equal(more, double.generate(turn, **options))
 
 
+@pytest.mark.parametrize("draft", ["lookup 3", "one layer", "itself"])
+def test_assisted_decoding_that_generates_the_pad_id(double, assistants, draft):
+    """CA-03: every token generated is in turn the id of padding; newer versions infer a mask in every round."""
+    ids = random_ids(1, 70)
+    plain = double.generate(ids, max_new_tokens=16, do_sample=False, eos_token_id=None)
+    options = dict(prompt_lookup_num_tokens=3) if draft == "lookup 3" else dict(assistant_model=assistants[draft])
+    for pad in set(plain[0, ids.shape[1] :].tolist()) - set(ids[0].tolist()):
+        out = double.generate(
+            ids, max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=pad, **options
+        )
+        assert torch.equal(out, plain)
+
+
 @pytest.mark.parametrize("draft", ["lookup", "one layer"])
 def test_assisted_decoding_of_several_rows_is_refused(double, assistants, draft):
     """CA-03: an error rather than a wrong answer."""

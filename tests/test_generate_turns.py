@@ -84,6 +84,20 @@ def test_a_turn_of_new_ids_with_the_whole_mask(double):
     assert torch.equal(again, fresh_run(double, history))
 
 
+@pytest.mark.parametrize("padding", [0, 7])
+def test_without_a_mask_the_cache_says_which_columns_are_tokens(double, padding):
+    """CA-05: an id of padding that the cache holds as a token stays one, and its padding stays padding."""
+    history = random_ids(1, 70)
+    pad = int(history[0, 69])
+    mask = (torch.arange(70) >= padding).long()[None]
+    cache = RecSACache(double.config)
+    with torch.no_grad():
+        double(history, attention_mask=mask, cache=cache)
+    turn = torch.cat((history, torch.where((new := random_ids(1, 9)) == pad, (pad + 1) % 50 + 2, new)), 1)
+    again, _ = run_turn(double, turn, cache, attention_mask=None, pad_token_id=pad)
+    assert torch.equal(again, fresh_run(double, turn[:, padding:]))
+
+
 @pytest.mark.parametrize("missing", [0, 1, 30])
 @pytest.mark.parametrize("as_embeds", [False, True])
 @pytest.mark.parametrize("with_mask", [False, True])
