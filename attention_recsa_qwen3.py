@@ -8,6 +8,7 @@ touches caches, padding or modules.
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,13 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from transformers.utils.generic import maybe_autocast
 
 from .tree_recsa_qwen3 import Levels, TreeGeometry, accumulation_dtype
+
+# Triton may be missing, or fail in its own ways where there is no driver; the reference runs everywhere.
+_kernels_error: Exception | None = None
+try:
+    from .kernels_walk_recsa_qwen3 import TritonWalk, unsupported
+except Exception as error:
+    _kernels_error = error
 
 # Elements that one temporary of the reference may hold: few enough to stay in a CPU's cache, enough to fill a GPU.
 # `blocks` in benchmarks/bench_reference.json has the times that chose the CPU's value.
@@ -37,7 +45,7 @@ class RecSAOutput(NamedTuple):
         output: `[S, H, W, D]` in the dtype of the queries; zeros past a sequence's end.
         selection: level (>= 1) -> chosen nodes `[S, H_kv, W, k]` int64, ascending, -1 where a query chose none.
         weights: the token-level matrix A `[S, H, W, N]` in the accumulation dtype, or `None`. [paper]
-        backend: what ran: "dense", "reference" or "dense+reference".
+        backend: what ran, joined by "+": "dense" for queries with t + 1 <= M, "reference" or "triton" for others.
     """
 
     output: torch.Tensor
@@ -121,21 +129,25 @@ def recsa_attention(
         selection: chosen nodes per level as returned before, instead of choosing.
         return_selection: also returns the chosen nodes.
         return_weights: also returns the token-level matrix A; for short inputs.
-        backend: "auto", "reference" or "triton".
+        backend: "reference", "triton", or "auto": at present the reference (our decision, until the kernels' figures
+            are in benchmarks/).
         block_elements: most elements of one temporary; by device where `None`.
 
     Returns:
         `RecSAOutput`.
 
     Raises:
-        ValueError: a backend that is not available, a selection that does not fit the tree, or a matrix A that is
-            too large.
+        ValueError: a backend that is not available or cannot do this, a selection that does not fit the tree, or a
+            matrix A that is too large.
     """
     check_backend(backend)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     job = _Reference(query, levels, tuple(starts), tuple(counts), geometry, rope, scaling, dropout)
     job.block_elements = block_elements or _BLOCK_ELEMENTS.get(query.device.type, 1 << 22)
     job.given = selection
+    if backend == "triton":
+        _check_kernels(query, levels, geometry, dropout, return_weights)
+        job.kernels = TritonWalk(query, levels, job.starts, geometry, rope, scaling, selection)
     if return_weights:
         job.allocate_weights()
     dense = job.run_dense(dense_attention)
@@ -143,18 +155,31 @@ def recsa_attention(
         sparse = job.run_sparse(keep_selection=return_selection)
         if return_weights:
             job.weigh_values()
-    ran = [name for name, did in (("dense", dense), ("reference", sparse)) if did]
+    ran = [name for name, did in (("dense", dense), (backend if job.kernels else "reference", sparse)) if did]
     return RecSAOutput(job.assemble(), job.chosen if return_selection else None, job.weights, "+".join(ran) or "dense")
 
 
 def check_backend(backend: str) -> None:
-    """Refuses a backend that this version does not have; "auto" and "reference" run the PyTorch reference."""
-    if backend == "triton":
+    """Refuses a backend that does not exist, and the kernels where Triton cannot be imported."""
+    if backend == "triton" and _kernels_error is not None:
         raise ValueError(
-            "recsa_backend='triton': this version has no Triton kernels; use 'auto' or 'reference' (PyTorch)."
+            f"recsa_backend='triton': Triton cannot be used here ({type(_kernels_error).__name__}: {_kernels_error}); "
+            "install a triton that fits this torch, or use 'auto' or 'reference' (PyTorch)."
         )
-    if backend not in ("auto", "reference"):
+    if backend not in ("auto", "triton", "reference"):
         raise ValueError(f"recsa_backend={backend!r}: must be 'auto', 'triton' or 'reference'.")
+
+
+def _check_kernels(query, levels, geometry, dropout, return_weights) -> None:
+    reason = unsupported(query, geometry)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, *levels.keys, *levels.values)):
+        reason = "has no backward; run under torch.no_grad()"
+    elif dropout:
+        reason = "has no dropout; set attention_dropout to 0"
+    elif return_weights:
+        reason = "cannot return attention matrices (output_attentions)"
+    if reason is not None:
+        raise ValueError(f"recsa_backend='triton': {reason}, or use 'auto' or 'reference' (PyTorch).")
 
 
 class _Reference:
@@ -162,6 +187,7 @@ class _Reference:
 
     block_elements: int
     given: Selection | None = None
+    kernels: "TritonWalk | None" = None
 
     def __init__(self, query, levels, starts, counts, geometry, rope, scaling, dropout):
         kv_heads = levels.keys[0].shape[1]
@@ -242,7 +268,10 @@ class _Reference:
         )
         for rows, begin, end, depth in self._blocks():
             ran = True
-            if recompute and self.weights is None:
+            if self.kernels is not None:
+                keep = partial(self._keep_selection, rows, begin, end) if keep_selection else lambda *_: None
+                out = self.kernels.run(rows, begin, end, depth, keep)
+            elif recompute and self.weights is None:
                 # the gathered entries of all blocks together would be N x C x D
                 out = checkpoint(self._walk, rows, begin, end, depth, keep_selection, use_reentrant=False)
             else:
@@ -272,7 +301,8 @@ class _Reference:
                 if begin < count and not self.geometry.is_dense(start + begin):
                     by_depth.setdefault(self.geometry.depth(start + begin), []).append(s)
             for depth, rows in by_depth.items():
-                step = self._block_width(len(rows))
+                widest = self.kernels.width(len(rows)) if self.kernels is not None else self._block_width(len(rows))
+                step = -(-(end - begin) // -(-(end - begin) // widest))  # blocks of about equal width
                 for column in range(begin, end, step):
                     yield rows, column, min(column + step, end), depth
 
@@ -319,7 +349,7 @@ class _Reference:
                     others = nodes.gather(-1, others)
                 chosen = torch.cat((others, path[..., None].expand(*others.shape[:3], 1)), -1)
                 if keep_selection:
-                    self._keep_selection(level, rows, begin, end, chosen)
+                    self._keep_selection(rows, begin, end, level, chosen)
                 summed = scored & ~taken
             logits = logits.masked_fill(~summed[..., None, :], float("-inf"))
             total = torch.logsumexp(logits, -1)
@@ -394,11 +424,11 @@ class _Reference:
 
     # ---- results -----------------------------------------------------------------------------------------------
 
-    def _keep_selection(self, level: int, rows: list[int], begin: int, end: int, chosen: torch.Tensor) -> None:
+    def _keep_selection(self, rows: list[int], begin: int, end: int, level: int, chosen: torch.Tensor) -> None:
         if level not in self.chosen:
             shape = (*self.query.shape[:3], self.geometry.top_k)
             self.chosen[level] = torch.full(shape, -1, dtype=torch.long, device=chosen.device)
-        self.chosen[level][rows, :, begin:end] = chosen
+        self.chosen[level][rows, :, begin:end] = chosen.long()
 
     def allocate_weights(self) -> None:
         """Prepares the token-level matrix A `[S, H_kv, W, G, N]`; refuses one that is too large."""

@@ -24,10 +24,12 @@ class _Level:
     """Preallocated storage of one level: named tensors `[B, H_kv, capacity, D]` that grow together.
 
     Capacities are multiples of r so that siblings form whole groups; unused entries are zero, hence finite.
+    `version` counts the times that the tensors were replaced, for those who keep their addresses.
     """
 
     def __init__(self, names: Sequence[str], branching: int, like: torch.Tensor, capacity: int):
         self.branching = branching
+        self.version = 0
         self.tensors = {name: self._zeros(like, capacity) for name in names}
 
     def _zeros(self, like: torch.Tensor, capacity: int) -> torch.Tensor:
@@ -46,6 +48,7 @@ class _Level:
         capacity = self.capacity
         if needed > capacity:
             capacity = max(needed, reserve, min(int(capacity * _GROWTH), capacity + _MOST_SPARE))
+        self.version += 1
         for name, old in self.tensors.items():
             new = self._zeros(old, capacity)
             new[:, :, :used] = old[:, :, :used]
@@ -55,6 +58,7 @@ class _Level:
         self.tensors[name][row, :, begin : begin + states.shape[2]] = states
 
     def map(self, function) -> None:
+        self.version += 1
         self.tensors = {name: function(tensor) for name, tensor in self.tensors.items()}
 
 
@@ -178,11 +182,7 @@ class RecSALayer(DynamicLayer):
         below, carried = level, "keys"
         for depth in range(1, len(self.geometry.node_counts(longest))):
             span = r**depth
-            if depth == len(self.levels):
-                names, reserved = ("pooled", "keys", "values"), max(self.reserve // span, 1)
-                self.levels.append(_Level(names, r, below.tensors["keys"], reserved))
-            level = self.levels[depth]
-            level.ensure(longest // span, used // span, self.reserve // span)
+            level = self._level_with_room(depth, longest, used)
             for row, begin, end in _row_groups([n // span for n in old], [n // span for n in new]):
                 children = slice(begin * r, end * r)
                 nodes = build_nodes(
@@ -197,6 +197,24 @@ class RecSALayer(DynamicLayer):
             tuple(level.tensors["keys"] for level in self.levels),
             tuple(level.tensors["values"] for level in self.levels),
         )
+
+    def _level_with_room(self, depth: int, tokens: int, used: int) -> _Level:
+        """The level at `depth` >= 1, made or grown for the nodes of `tokens` tokens; keeps those of the first `used`."""
+        span = self.geometry.branching**depth
+        if depth == len(self.levels):
+            names, reserved = ("pooled", "keys", "values"), max(self.reserve // span, 1)
+            self.levels.append(
+                _Level(names, self.geometry.branching, self.levels[depth - 1].tensors["keys"], reserved)
+            )
+        self.levels[depth].ensure(tokens // span, used // span, self.reserve // span)
+        return self.levels[depth]
+
+    def make_room(self, tokens: int) -> None:
+        """Room for `tokens` tokens a row, and on every level for the nodes of as many as level 0 then has room for."""
+        used = max(self.history.lengths)
+        self.levels[0].ensure(tokens, used, self.reserve)
+        for depth in range(1, len(self.geometry.node_counts(self.levels[0].capacity))):
+            self._level_with_room(depth, self.levels[0].capacity, used)
 
     def _check_like(self, key_states: torch.Tensor) -> None:
         held = self.levels[0].tensors["keys"]
@@ -277,6 +295,11 @@ class RecSACache(DynamicCache):
         self.geometry = TreeGeometry.from_config(config)
         self.layer_class_to_replicate = None
         self.layers = [RecSALayer(self.geometry, reserve) for _ in range(config.num_hidden_layers)]
+        self.step = None  # the decoding step that a model keeps for this cache
+
+    def __getstate__(self):
+        # copies have storage of their own
+        return {**self.__dict__, "step": None}
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         """Refused by the layer: see `RecSALayer.update`."""
@@ -285,6 +308,11 @@ class RecSACache(DynamicCache):
     def prefetch(self, layer_idx: int, *args, **kwargs) -> None:
         """Refused by the layer: see `RecSALayer.offload`."""
         self.layers[layer_idx].prefetch()
+
+    def make_room(self, tokens: int) -> None:
+        """Grows every layer to hold `tokens` tokens a row, where it does not yet."""
+        for layer in self.layers:
+            layer.make_room(tokens)
 
     def reserve(self, tokens: int) -> None:
         """Grows to `tokens` per row at once when it next has to grow, instead of little by little."""

@@ -50,6 +50,8 @@ class RecSAQwen3Config(Qwen3Config):
         recsa_backend (`str`, defaults to `"auto"`): `"auto"`, `"triton"` or `"reference"`; which implementation runs.
         recsa_prefill_chunk (`int`, defaults to 4096): tokens per chunk when a long prompt fills a cache without
             gradients; bounds activations and never changes results beyond rounding. [our decision]
+        recsa_cuda_graph (`bool`, defaults to `True`): with the Triton kernels on a GPU, a decoding step of one token a
+            row is captured once and replayed. [our decision]
         **kwargs: every field of `Qwen3Config`.
 
     Raises:
@@ -71,6 +73,7 @@ class RecSAQwen3Config(Qwen3Config):
         recsa_count_bias: bool = False,
         recsa_backend: str = "auto",
         recsa_prefill_chunk: int = 4096,
+        recsa_cuda_graph: bool = True,
         **kwargs,
     ):
         self.recsa_branching = recsa_branching
@@ -80,6 +83,7 @@ class RecSAQwen3Config(Qwen3Config):
         self.recsa_count_bias = recsa_count_bias
         self.recsa_backend = recsa_backend
         self.recsa_prefill_chunk = recsa_prefill_chunk
+        self.recsa_cuda_graph = recsa_cuda_graph
         self._check_window(kwargs)
         super().__init__(**kwargs)
         # saving one head writes only its own entry, and a Hub load adds the origin's name to each: neither may survive
@@ -133,6 +137,7 @@ class RecSAQwen3Config(Qwen3Config):
         )
         require(isinstance(self.recsa_count_bias, bool), "recsa_count_bias", "must be True or False.")
         require(self.recsa_backend in BACKENDS, "recsa_backend", f"must be one of {', '.join(BACKENDS)}.")
+        require(isinstance(self.recsa_cuda_graph, bool), "recsa_cuda_graph", "must be True or False.")
         chunk = self.recsa_prefill_chunk
         require(is_int(chunk) and chunk >= 1, "recsa_prefill_chunk", "must be an int >= 1.")
         require(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import initialization as init
+from transformers.activations import ACT2FN
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
 from transformers.generation import GenerationMixin, GenerationMode
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -31,6 +32,17 @@ from .configuration_recsa_qwen3 import RecSAQwen3Config
 from .rows_recsa_qwen3 import Rows, rows_of_batch
 from .trace_recsa_qwen3 import RecSATrace, recsa_trace
 from .tree_recsa_qwen3 import RecSAPooler, TreeGeometry, build_levels
+
+try:  # named so that loaders copy them; attention_recsa_qwen3 remembers why they failed
+    from .kernels_build_recsa_qwen3 import append_tokens  # noqa: F401
+    from .kernels_common_recsa_qwen3 import interpreted  # noqa: F401
+    from .kernels_decode_recsa_qwen3 import decode_block  # noqa: F401
+    from .kernels_prefill_recsa_qwen3 import PrefillBlock  # noqa: F401
+    from .kernels_select_recsa_qwen3 import choose  # noqa: F401
+    from .kernels_walk_recsa_qwen3 import TritonWalk, unsupported  # noqa: F401
+    from .step_recsa_qwen3 import DecodingStep, PlainModules
+except Exception:
+    pass
 
 logger = logging.get_logger(__name__)
 
@@ -81,7 +93,7 @@ class RecSAQwen3Attention(nn.Module):
     """Qwen3's attention projections around `recsa_attention`.
 
     Attributes:
-        last_backend: what ran in the last forward: "dense", "reference" or "dense+reference"; `None` before.
+        last_backend: what ran in the last forward, as `RecSAOutput.backend`; `None` before.
         trace: the active `RecSATrace`, if any.
     """
 
@@ -111,6 +123,7 @@ class RecSAQwen3Attention(nn.Module):
         rows: Rows | None = None,
         cache: RecSACache | None = None,
         output_attentions: bool = False,
+        step: "DecodingStep | None" = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attends from `hidden_states` `[B, T, hidden]`.
@@ -120,6 +133,7 @@ class RecSAQwen3Attention(nn.Module):
             rows: which columns are which sequence's tokens; every column a token of its row where `None`.
             cache: appended to, where given.
             output_attentions: also returns the matrix A `[B, H, T, columns seen + T]`.
+            step: appends and attends in place of all else, without reading a length on the host.
 
         Returns:
             `[B, T, hidden]`, and A or `None`.
@@ -135,6 +149,11 @@ class RecSAQwen3Attention(nn.Module):
         value = rows.gather(self.v_proj(hidden_states).view(heads).transpose(1, 2))
 
         geometry = TreeGeometry.from_config(self.config)
+        if step is not None:
+            rope = rotary_tables(self.config, query.device, geometry.top_capacity)
+            attended = step.attend(self.layer_idx, query, key, value, self.pooler, geometry, rope, self.scaling)
+            self.last_backend = "triton"
+            return self.o_proj(attended.transpose(1, 2).reshape(batch, width, -1)), None
         longest = max(rows.lengths)
         depth = geometry.depth(max(longest - 1, 0))
         if cache is not None:
@@ -210,10 +229,11 @@ class RecSAQwen3DecoderLayer(GradientCheckpointingLayer):
         rows: Rows | None = None,
         cache: RecSACache | None = None,
         output_attentions: bool = False,
+        step: "DecodingStep | None" = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`[B, T, hidden]` to the same shape, and A or `None`; see `RecSAQwen3Attention.forward`."""
-        attended, weights = self.self_attn(self.input_layernorm(hidden_states), rows, cache, output_attentions)
+        attended, weights = self.self_attn(self.input_layernorm(hidden_states), rows, cache, output_attentions, step)
         hidden_states = hidden_states + attended
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states)), weights
 
@@ -242,7 +262,7 @@ class RecSAQwen3PreTrainedModel(PreTrainedModel):
 
     @property
     def last_backend(self) -> str | None:
-        """What ran in the last forward, over all chunks: "dense", "reference" or "dense+reference"; `None` before."""
+        """What ran in the last forward, over all chunks: "dense" and / or "reference" or "triton"; `None` before."""
         base: Any = getattr(self, self.base_model_prefix, self)
         return "+".join(sorted(base.backends)) or None
 
@@ -353,9 +373,15 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
             if trace is not None:
                 trace.begin()
             states = source[:, part] if input_ids is None else self.embed_tokens(source[:, part])
-            states, all_states, all_weights = self._run(
-                states, part_rows, cache, output_attentions, output_hidden_states
-            )
+            all_states = all_weights = stepped = None
+            if self._takes_step(states, part_rows, cache, output_attentions or output_hidden_states, trace):
+                stepped = self._step(states, part_rows, cache)
+            if stepped is not None:
+                states = stepped
+            else:
+                states, all_states, all_weights = self._run(
+                    states, part_rows, cache, output_attentions, output_hidden_states
+                )
             kept.append(states)
             if hidden_to_keep:
                 kept = [torch.cat(kept, 1)[:, -hidden_to_keep:]]
@@ -366,13 +392,66 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
             **{CACHE_FIELD: cache if use_cache else None},
         )
 
-    def _run(self, states, rows, cache, output_attentions, output_hidden_states):
+    def _takes_step(self, states, rows, cache, outputs, trace) -> bool:
+        """Whether a new token a row may go through a `DecodingStep`; not where something asks to see inside."""
+        return (
+            self.config.recsa_backend == "triton"
+            and self.config.recsa_cuda_graph
+            and cache is not None
+            and bool(cache.get_seq_length())
+            and rows.is_whole
+            and rows.width == 1
+            and not (outputs or self.training or torch.is_grad_enabled() or trace is not None)
+            and self.config.recsa_top_k is not None
+            and self.config._attn_implementation == "sdpa"
+            and states.dtype == cache.layers[0].dtype
+            and states.device == cache.layers[0].device == cache.layers[-1].device
+            and not torch.is_autocast_enabled(states.device.type)
+            and unsupported(states[:, None, :, : self.config.head_dim], cache.geometry) is None
+        )
+
+    def _step(self, states, rows, cache) -> torch.Tensor | None:
+        """One token a row: the first time on a storage the kernels run as they are, then as one CUDA graph.
+
+        `None` where the model does not consist of plain modules.
+        """
+        geometry = TreeGeometry.from_config(self.config)
+        if cache.step is None or cache.layers[0].levels[0].capacity < max(rows.lengths):
+            cache.make_room(max(rows.lengths))
+        candidates = DecodingStep.candidates_of(cache, geometry)
+        again = cache.step is not None and cache.step.fits(cache, candidates)
+        if not again:
+            cache.step = None
+            if not PlainModules.are_all(self, _STEP_MODULES):
+                return None
+            cache.make_room(max(rows.lengths))
+            cache.step = DecodingStep(self, cache, candidates)
+        step = cache.step
+
+        def run(states):
+            return self._run(states, rows, None, False, False, step)[0]
+
+        step.begin(list(rows.starts))
+        if not again or states.device.type != "cuda":
+            states = run(states)
+        else:
+            if step.graph is None:
+                step.capture(run, states.clone())
+            states = step.replay(states)
+        for layer in cache.layers:
+            layer.history.append(rows, 1)
+        self.backends = {"triton"}
+        return states
+
+    def _run(self, states, rows, cache, output_attentions, output_hidden_states, step=None):
         """All layers and the last norm over one chunk."""
         all_states, all_weights = [], []
         layers: list[Any] = list(self.layers[: self.config.num_hidden_layers])
         for layer in layers:
             all_states.append(states)
-            states, weights = layer(states, rows=rows, cache=cache, output_attentions=bool(output_attentions))
+            states, weights = layer(
+                states, rows=rows, cache=cache, output_attentions=bool(output_attentions), step=step
+            )
             all_weights.append(weights)
             self.backends.update(layer.self_attn.last_backend.split("+"))
             if not output_hidden_states:
@@ -408,6 +487,21 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
                 f"cache: built for recsa_branching={cache.geometry.branching} and {len(cache)} layers, the model has "
                 f"{self.config.recsa_branching} and {self.config.num_hidden_layers}; make it from this model's config."
             )
+
+
+# What a captured step may consist of: an adapter or a quantised layer may do something else at each call.
+_STEP_MODULES = {
+    RecSAQwen3Model,
+    RecSAQwen3DecoderLayer,
+    RecSAQwen3Attention,
+    RecSAPooler,
+    Qwen3MLP,
+    Qwen3RMSNorm,
+    nn.ModuleList,
+    nn.Linear,
+    nn.Embedding,
+    type(ACT2FN["silu"]),
+}
 
 
 class RecSAQwen3ForCausalLM(RecSAQwen3PreTrainedModel, GenerationMixin):

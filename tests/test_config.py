@@ -12,7 +12,14 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from conftest import DENSE, LOGITS_ATOL, TINY, random_ids, tiny_config, tiny_model
-from recsa_qwen3 import RecSACache, RecSAQwen3Config, RecSAQwen3ForCausalLM, configuration_recsa_qwen3, recsa_trace
+from recsa_qwen3 import (
+    RecSACache,
+    RecSAQwen3Config,
+    RecSAQwen3ForCausalLM,
+    configuration_recsa_qwen3,
+    kernels_walk_recsa_qwen3,
+    recsa_trace,
+)
 from recsa_qwen3.attention_recsa_qwen3 import rotary_tables
 
 torch.set_num_threads(1)
@@ -31,6 +38,7 @@ OTHER = dict(
     recsa_count_bias=True,
     recsa_backend="reference",
     recsa_prefill_chunk=20,
+    recsa_cuda_graph=False,
 )
 IMPOSSIBLE = [
     *[("recsa_branching", value) for value in (0, -4, 1, 3, 12, 4.0, True, None, "4")],
@@ -40,6 +48,7 @@ IMPOSSIBLE = [
     *[("recsa_count_bias", value) for value in (1, None, "yes")],
     *[("recsa_backend", value) for value in ("cuda", None, "")],
     *[("recsa_prefill_chunk", value) for value in (0, -1, 2.5, True, None)],
+    *[("recsa_cuda_graph", value) for value in (1, None)],
     ("num_key_value_heads", 3),
 ]
 
@@ -115,7 +124,7 @@ def test_another_branching_after_load_is_refused(folder, length):
         logits_of(model, random_ids(1, length))
 
 
-def test_backend_and_chunk_are_read():
+def test_backend_and_chunk_are_read(monkeypatch):
     """SQ-05: a backend that is not here is refused, the chunk is the number of columns that run at once."""
     model = tiny_model(num_hidden_layers=1)
     ids = random_ids(1, 70)
@@ -129,7 +138,8 @@ def test_backend_and_chunk_are_read():
     model.config.recsa_backend = "reference"
     logits_of(model, ids)
     model.config.recsa_backend = "triton"
-    with pytest.raises(ValueError, match="recsa_backend='triton'"):
+    monkeypatch.setattr(kernels_walk_recsa_qwen3, "interpreted", lambda: False)
+    with pytest.raises(ValueError, match="recsa_backend='triton': needs a CUDA device"):
         logits_of(model, ids)
 
 

@@ -242,9 +242,7 @@ def test_assisted_decoding_that_generates_the_pad_id(double, assistants, draft):
     plain = double.generate(ids, max_new_tokens=16, do_sample=False, eos_token_id=None)
     options = dict(prompt_lookup_num_tokens=3) if draft == "lookup 3" else dict(assistant_model=assistants[draft])
     for pad in set(plain[0, ids.shape[1] :].tolist()) - set(ids[0].tolist()):
-        out = double.generate(
-            ids, max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=pad, **options
-        )
+        out = double.generate(ids, max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=pad, **options)
         assert torch.equal(out, plain)
 
 

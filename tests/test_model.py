@@ -31,6 +31,7 @@ from recsa_qwen3 import (
     RecSAQwen3ForTokenClassification,
     RecSAQwen3Model,
     attention_recsa_qwen3,
+    kernels_walk_recsa_qwen3,
     modeling_recsa_qwen3,
     recsa_trace,
 )
@@ -516,8 +517,9 @@ def test_last_backend_tells_what_ran():
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
 
-def test_backend_that_cannot_run_is_refused_by_name():
+def test_backend_that_cannot_run_is_refused_by_name(monkeypatch):
     """RC-06, SQ-05: asked for by name on a CPU; never a silent fall to another path, at any length."""
+    monkeypatch.setattr(kernels_walk_recsa_qwen3, "interpreted", lambda: False)
     model = tiny_model(recsa_backend="triton")
     for length in LENGTHS:
         with pytest.raises((ValueError, RuntimeError), match="recsa_backend='triton'"):

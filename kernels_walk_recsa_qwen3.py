@@ -1,0 +1,125 @@
+"""The sparse walk by Triton kernels: what they support, and which of them a block of queries takes."""
+
+import torch
+
+from .kernels_common_recsa_qwen3 import interpreted
+from .kernels_decode_recsa_qwen3 import decode_block
+from .kernels_prefill_recsa_qwen3 import PrefillBlock
+from .tree_recsa_qwen3 import Levels, TreeGeometry
+
+# Up to this many new queries a sequence, each query's candidates are split over programs; more are sorted by parent.
+DECODE_QUERIES = 16
+# Share of a GPU's memory that the temporaries of one block may take.
+_MEMORY_SHARE = 1 / 24
+
+
+def unsupported(query: torch.Tensor, geometry: TreeGeometry) -> str | None:
+    """Why the kernels cannot run on these queries `[S, H, W, D]`; `None` where they can."""
+    if query.device.type != "cuda" and not interpreted():
+        return f"needs a CUDA device, the tensors are on {query.device.type!r}"
+    if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"supports float16, bfloat16 and float32, not {query.dtype}"
+    if query.dtype == torch.bfloat16 and interpreted():
+        return "cannot multiply bfloat16 under Triton's interpreter; use float16 or float32 there"
+    if not 4 <= geometry.branching <= 64:
+        return f"supports recsa_branching from 4 to 64, not {geometry.branching}"
+    if geometry.top_capacity > 16_384:
+        return f"supports a recsa_top_capacity up to 16,384, not {geometry.top_capacity}"
+    if query.shape[3] > 256 or query.shape[3] % 2:
+        return f"supports even head_dim up to 256, not {query.shape[3]}"
+    return None
+
+
+class TritonWalk:
+    """The walk of one call of `recsa_attention`.
+
+    Args:
+        query: before RoPE, `[S, H, W, D]`.
+        levels: keys before RoPE and values per level.
+        starts: tokens before column 0 per sequence.
+        geometry: r, k, s, M.
+        rope: cos and sin `[>= M, D]`.
+        scaling: on the logits.
+        given: level -> chosen nodes `[S, H_kv, W, k]`, or `None` to choose.
+    """
+
+    def __init__(self, query, levels: Levels, starts, geometry: TreeGeometry, rope, scaling: float, given):
+        assert geometry.top_k is not None  # else every query is dense
+        self.query, *flat = (
+            tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+            for tensor in (query, *levels.keys, *levels.values)
+        )
+        levels = Levels(tuple(flat[: len(levels.keys)]), tuple(flat[len(levels.keys) :]))
+        self.levels, self.starts, self.geometry = levels, starts, geometry
+        self.rope = tuple(table.float().contiguous() for table in rope)
+        self.scaling, self.given = scaling, given
+
+    def width(self, rows: int) -> int:
+        """Columns that a block of this many sequences may have."""
+        kv_heads, head_dim = self.levels.keys[0].shape[1], self.query.shape[3]
+        k, r, group = self.geometry.top_k, self.geometry.branching, self.query.shape[1] // kv_heads
+        part = head_dim * self.query.element_size() + 4 + 4 * r  # partial output, log-sum-exp, logits
+        a_query = rows * kv_heads * max(k * group * part, 4 * self.geometry.top_capacity)
+        if self.query.device.type == "cuda":
+            budget = int(torch.cuda.get_device_properties(self.query.device).total_memory * _MEMORY_SHARE)
+        else:
+            budget = 1 << 30
+        # offsets within a head are 32 bits wide
+        return max(min(budget // a_query, (2**31 - 1) // (k * group * max(head_dim, r))), 1)
+
+    def run(self, rows: list[int], begin: int, end: int, depth: int, keep) -> torch.Tensor:
+        """Output `[S', H_kv, w, G, D]` float32 of the columns begin ... end - 1 of the sequences `rows`.
+
+        Args:
+            depth: the level where all these queries start.
+            keep: called with (level, chosen nodes `[S', H_kv, w, k]`) for each level that chose.
+
+        Raises:
+            ValueError: a selection that does not fit the tree.
+        """
+        device, width = self.query.device, end - begin
+        row_index = torch.tensor(rows, dtype=torch.int32, device=device)
+        starts = torch.tensor([self.starts[row] for row in rows], dtype=torch.int32, device=device)
+        last = max(self.starts[row] for row in rows) + end - 1
+        given = self._checked(rows, begin, end, depth)
+        if given is not None:
+            for level, nodes in given.items():
+                keep(level, nodes)
+        arguments = (self.query, self.levels, row_index, starts, begin, width)
+        shared = (self.geometry, self.rope, self.scaling)
+        if width <= DECODE_QUERIES:
+            candidates = [self.geometry.max_candidates] * depth + [last // self.geometry.branching**depth + 1]
+            return decode_block(*arguments, candidates, *shared, given, keep)
+        return PrefillBlock(*arguments, last, *shared).run(depth, given, keep)
+
+    def _checked(self, rows: list[int], begin: int, end: int, depth: int) -> dict[int, torch.Tensor] | None:
+        """The given selection of a block as int32; kernels follow it without looking."""
+        if self.given is None:
+            return None
+        device, r, k = self.query.device, self.geometry.branching, self.geometry.top_k
+        assert k is not None
+        starts = torch.tensor([self.starts[row] for row in rows], device=device)
+        position = starts[:, None, None] + torch.arange(begin, end, device=device)  # [S', 1, w]
+        checked: dict[int, torch.Tensor] = {}
+        for level in range(depth, 0, -1):
+            if level not in self.given:
+                raise ValueError(
+                    f"selection: has no level {level}, at which queries choose; it has {sorted(self.given)}."
+                )
+            nodes = self.given[level][rows, :, begin:end].to(device)
+            fits = nodes.shape[-1] == k and bool(
+                ((nodes[..., -1] == position // r**level) & (nodes[..., 0] >= 0)).all()
+                & (nodes.diff(dim=-1) > 0).all()
+            )
+            if fits and level < depth:
+                parents = checked[level + 1]
+                wanted = (nodes // r).to(torch.int32)
+                place = torch.searchsorted(parents, wanted.contiguous()).clamp(max=k - 1)
+                fits = bool((parents.gather(-1, place) == wanted).all())
+            if not fits:
+                raise ValueError(
+                    f"selection[{level}]: must hold top_k = {k} ascending nodes per sparse query, each "
+                    "a candidate at its level, the query's own path node last."
+                )
+            checked[level] = nodes.to(torch.int32).contiguous()
+        return checked

@@ -1,0 +1,154 @@
+"""One decoding step with fixed shapes and addresses: lengths live on the device, so that it can be one CUDA graph.
+
+A step belongs to a cache as long as its storage stays in place. It appends one token to each row, attends through the
+Triton kernels, and never synchronises with the host. The model decides when to take it; nothing here knows modules but
+the pooler.
+"""
+
+import torch
+from torch import nn
+
+from .cache_recsa_qwen3 import RecSACache
+from .kernels_build_recsa_qwen3 import append_tokens
+from .kernels_decode_recsa_qwen3 import decode_block
+from .tree_recsa_qwen3 import Levels, RecSAPooler, TreeGeometry
+
+
+class PlainModules:
+    """The modules of a model as a captured step relies on them: the same objects and parameters, nothing hooked in.
+
+    Adapters, quantised layers, offloading and tensor parallelism replace or hook modules, and may do something else at
+    each call; a moved model has its parameters elsewhere.
+    """
+
+    def __init__(self, model: nn.Module):
+        modules = list(model.modules())
+        self._children = [(m._modules, name, child) for m in modules for name, child in m._modules.items()]
+        self._parameters = [
+            (m._parameters, name, p, p.data_ptr())
+            for m in modules
+            for name, p in m._parameters.items()
+            if p is not None
+        ]
+        self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+        self._attributes = [vars(m) for m in modules]
+
+    @staticmethod
+    def are_all(model: nn.Module, types: set[type]) -> bool:
+        """Whether the model consists of these types alone, without hooks or patched methods."""
+        return all(
+            type(m) in types and not (m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m))
+            for m in model.modules()
+        )
+
+    def unchanged(self) -> bool:
+        """Whether all is as it was; a fraction of the time that a walk over the modules takes."""
+        return (
+            all(held[name] is child for held, name, child in self._children)
+            and not any(self._hooks)
+            and not any("forward" in attributes for attributes in self._attributes)
+            and all(held[name] is p and p.data_ptr() == address for held, name, p, address in self._parameters)
+        )
+
+
+class DecodingStep:
+    """What one step reads and writes.
+
+    Args:
+        model: the decoder whose modules the step runs.
+        cache: filled; has room for one more token in each row (`RecSACache.make_room`).
+        candidates: the most that any row reads at each level, level 0 first.
+
+    Attributes:
+        graph: the captured step, or `None`.
+    """
+
+    def __init__(self, model: nn.Module, cache: RecSACache, candidates: list[int]):
+        self._modules = PlainModules(model)
+        device = cache.layers[0].levels[0].tensors["keys"].device
+        self.candidates = candidates
+        self.levels = [list(layer.levels) for layer in cache.layers]
+        self._versions = self._versions_of(cache)
+        self.rows = torch.arange(len(cache.lengths), dtype=torch.int32, device=device)
+        self.lengths = torch.empty_like(self.rows)
+        self._known: list[int] = []  # what `lengths` holds
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    @staticmethod
+    def candidates_of(cache: RecSACache, geometry: TreeGeometry) -> list[int]:
+        """The most candidates that any row's next token reads at each level; changes only where a depth does."""
+        depths = [geometry.depth(length) for length in cache.lengths]
+        most = []
+        for level in range(max(depths) + 1):
+            top = min(geometry.top_capacity, cache.layers[0].levels[0].capacity // geometry.branching**level + 1)
+            gathered = geometry.max_candidates if max(depths) > level else 0
+            most.append(max(gathered, top if level in depths else 0))
+        return most
+
+    def fits(self, cache: RecSACache, candidates: list[int]) -> bool:
+        """Whether modules and storage are where this step knows them, and the rows read no more than it allows for."""
+        return (
+            candidates == self.candidates and self._versions == self._versions_of(cache) and self._modules.unchanged()
+        )
+
+    @staticmethod
+    def _versions_of(cache: RecSACache) -> list[tuple[int, int]]:
+        # the step holds the levels, so that no other gets an identity of theirs
+        return [(id(level), level.version) for layer in cache.layers for level in layer.levels]
+
+    def begin(self, lengths: list[int]) -> None:
+        """Tells the device how many tokens each row holds, where it does not know."""
+        if lengths != self._known:
+            self.lengths.copy_(torch.tensor(lengths, dtype=torch.int32))
+            self._known = list(lengths)
+
+    def attend(
+        self,
+        layer_idx: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        pooler: RecSAPooler,
+        geometry: TreeGeometry,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        scaling: float,
+    ) -> torch.Tensor:
+        """Appends a token to each row of a layer and attends from it.
+
+        Args:
+            layer_idx: the layer.
+            query: before RoPE, `[B, H, 1, D]`.
+            key, value: `[B, H_kv, 1, D]`, the key before RoPE.
+            pooler, geometry, rope, scaling: as for `recsa_attention`.
+
+        Returns:
+            `[B, H, 1, D]` in the dtype of the query.
+        """
+        tensors = [level.tensors for level in self.levels[layer_idx]]
+        keys, values = (tuple(held[name] for held in tensors) for name in ("keys", "values"))
+        pooled = tuple(held.get("pooled", held["keys"]) for held in tensors)
+        append_tokens(key, value, keys, values, pooled, self.lengths, pooler)
+        output = decode_block(
+            query, Levels(keys, values), self.rows, self.lengths, 0, 1, self.candidates, geometry, rope, scaling
+        )
+        return output.flatten(1, 3)[:, :, None]
+
+    def capture(self, run, *arguments: torch.Tensor) -> None:
+        """Captures `run(*arguments)` and the advance of the lengths; `replay` copies new arguments in.
+
+        The kernels must have run before, since compiling is not possible during a capture.
+        """
+        self._arguments = arguments
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            self._result = run(*arguments)
+            self.lengths += 1
+
+    def replay(self, *arguments: torch.Tensor) -> torch.Tensor:
+        """The result for new arguments, a copy."""
+        assert self.graph is not None
+        for held, new in zip(self._arguments, arguments, strict=True):
+            held.copy_(new)
+        self.graph.replay()
+        self._known = [length + 1 for length in self._known]
+        return self._result.clone()

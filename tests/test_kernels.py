@@ -1,0 +1,315 @@
+"""The Triton kernels against the float64 oracle and the reference; on a GPU where there is one, else interpreted.
+
+The interpreter takes milliseconds a program, so sizes are small here; tests/test_gpu.py has large ones.
+"""
+
+import copy
+
+import pytest
+import torch
+
+from conftest import DENSE, RELATIVE_RMS, random_ids, relative_rms, tiny_model
+from operands import Case, check_case, importance_gap, make_case, recorded_walks, selections_of, strided
+from recsa_qwen3 import Levels, RecSACache, attention_recsa_qwen3, recsa_trace
+
+kernels_walk = pytest.importorskip("recsa_qwen3.kernels_walk_recsa_qwen3")
+torch.set_num_threads(1)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")
+# Widths (see DECODE_QUERIES): the kernels of decoding, and those of prefill.
+PATHS = {"decode": 3, "prefill": kernels_walk.DECODE_QUERIES + 2}
+# Half-precision queries are rounded after each rotation, so logits, hence importances, are off by so much.
+GAP = {torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+
+def check(case: Case, **options) -> None:
+    """As `check_case`, and that the kernels ran; the selection is judged by importance gap."""
+    case = on_device(case)
+    result = check_case(case, backend="triton", **options)
+    assert "triton" in result.backend.split("+")
+    g = case.geometry
+    for row, count in enumerate(case.counts):
+        if not count:
+            continue
+        used = selections_of(result.selection, row, count)
+        assert any(query for head in used for query in head) == (case.lengths[row] > g.top_capacity)
+        with recorded_walks() as walks:
+            case.oracle(row, result.selection)
+        assert importance_gap(walks, g.branching, g.top_k, g.recent) < GAP[case.query.dtype]
+
+
+def on_device(case: Case) -> Case:
+    for name in ("query", "keys", "values", "pooler"):
+        setattr(case, name, getattr(case, name).to(DEVICE))
+    return case
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2), (3, 1)])
+def test_operator(path, dtype, heads, kv_heads):
+    """Dense and sparse queries, three depths and ragged sequences in one call; count bias on."""
+    width = PATHS[path]
+    check(make_case((9, 55, 215), (width,) * 3, heads=heads, kv_heads=kv_heads, count_bias=True, dtype=dtype))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("r", "k", "s", "M"), [(4, 2, 0, 8), (8, 4, 2, 32), (16, 3, 1, 64), (64, 2, 0, 128)])
+def test_geometries(path, r, k, s, M):
+    check(make_case((M * r - 1,), (PATHS[path],), r=r, k=k, s=s, M=M, heads=2, kv_heads=1, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
+def test_head_dims(path, head_dim):
+    check(make_case((60,), (PATHS[path],), heads=2, kv_heads=1, head_dim=head_dim, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_tails(path):
+    """TK-03: starts on every side of the level borders M, M r and of node borders; counts that differ, one zero."""
+    width, M, r = PATHS[path], 8, 4
+    starts = (0, M - 1, M, M * r - width, M * r - 1, M * r + 2)
+    counts = (width, width, width - 1, width, width, 0)
+    check(make_case(starts, counts, r=r, k=2, M=M, heads=2, kv_heads=1, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("how", ["transposed", "columns", "strided", "sliced"])
+def test_strides(path, how):
+    """TK-03: views of larger buffers whose rest is NaN; operands are not written to."""
+    case = on_device(make_case((20, 60), (PATHS[path],) * 2, heads=2, kv_heads=1, dtype=torch.float32))
+    levels = case.levels()
+    expected = case.run(levels=levels, backend="triton")
+    moved = [strided(tensor, how) for tensor in (case.query, *levels.keys, *levels.values)]
+    copies = [tensor.clone() for tensor in moved]
+    number = len(levels.keys)
+    views = Levels(tuple(moved[1 : 1 + number]), tuple(moved[1 + number :]))
+    actual = case.run(query=moved[0], levels=views, backend="triton")
+    assert torch.equal(actual.output, expected.output)
+    assert all(torch.equal(actual.selection[level], nodes) for level, nodes in expected.selection.items())
+    assert all(torch.equal(tensor, other) for tensor, other in zip(moved, copies, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_decoding_and_prefill_choose_alike(dtype):
+    """The contract: one by one, in threes and all at once, in the same dtype, give the same nodes."""
+    width = PATHS["prefill"]
+    case = on_device(make_case((75,), (width,), heads=2, kv_heads=1, dtype=dtype))
+    levels, together = case.levels(), case.run(backend="triton")
+    outputs = []
+    for begin in range(0, width, 3):
+        part = copy.copy(case)
+        part.starts, part.counts = (75 + begin,), (min(3, width - begin),)
+        part.query = case.query[:, :, begin : begin + 3]
+        result = part.run(levels=levels, backend="triton")
+        outputs.append(result.output)
+        for level, nodes in result.selection.items():
+            assert torch.equal(nodes, together.selection[level][:, :, begin : begin + 3])
+    assert relative_rms(torch.cat(outputs, 2), together.output) < RELATIVE_RMS[dtype] / 10
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_ties_go_to_the_lower_index(path):
+    """Equal keys give equal importance at every candidate."""
+    case = on_device(make_case((70,), (PATHS[path],), heads=2, kv_heads=1, dtype=torch.float32))
+    case.query = torch.zeros_like(case.query)
+    actual, expected = case.run(backend="triton"), case.run(backend="reference")
+    for level, nodes in expected.selection.items():
+        assert torch.equal(actual.selection[level], nodes)
+    torch.testing.assert_close(actual.output, expected.output, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_selection_is_taken(path):
+    """A selection with arbitrary free places is followed; one that does not fit the tree is refused."""
+    width = PATHS[path]
+    case = on_device(make_case((75,), (width,), heads=2, kv_heads=1, dtype=torch.float32))
+    other = copy.copy(case)
+    other.query = torch.randn_like(case.query)
+    selection = other.run(backend="reference").selection
+    assert any(not torch.equal(nodes, case.run().selection[level]) for level, nodes in selection.items())
+    result = case.run(selection=selection, backend="triton")
+    assert all(torch.equal(nodes, selection[level]) for level, nodes in result.selection.items())
+    expected = case.run(selection=selection, backend="reference")
+    assert relative_rms(result.output, expected.output) < RELATIVE_RMS[torch.float32]
+    for level in selection:
+        for slot, change in ((-1, 1), (0, -1000), (0, 1000)):
+            wrong = {key: nodes.clone() for key, nodes in selection.items()}
+            wrong[level][0, 0, -1, slot] += change
+            with pytest.raises(ValueError, match=rf"selection\[{level}\]"):
+                case.run(selection=wrong, backend="triton")
+    with pytest.raises(ValueError, match="has no level"):
+        case.run(selection={}, backend="triton")
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_keys_and_values_past_a_row_end_are_not_read(path):
+    """NaN beyond each sequence's complete nodes, on every level, does not reach a result."""
+    case = on_device(make_case((70, 41), (PATHS[path],) * 2, heads=2, kv_heads=1, dtype=torch.float32))
+    levels = case.levels()
+    expected = case.run(levels=levels, backend="triton").output
+    for tensors in levels:
+        for level, tensor in enumerate(tensors):
+            for row, length in enumerate(case.lengths):
+                tensor[row, :, length // case.geometry.branching**level :] = float("nan")
+    assert torch.equal(case.run(levels=levels, backend="triton").output, expected)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_nan_queries_give_nan(path):
+    case = on_device(make_case((70,), (PATHS[path],), heads=2, kv_heads=1, dtype=torch.float32))
+    expected = case.run(backend="triton").output
+    case.query[0, 0, 1] = float("nan")
+    output = case.run(backend="triton").output
+    assert bool(output[0, 0, 1].isnan().all())
+    assert torch.equal(output[:, :, 2:], expected[:, :, 2:]) and torch.equal(output[:, :, 0], expected[:, :, 0])
+
+
+def test_a_model_runs_on_the_kernels():
+    """Prefill in chunks, then decoding, with left padding: tokens and nodes of the reference."""
+    model = tiny_model(num_hidden_layers=1).to(DEVICE)
+    ids = random_ids(2, 4 * DENSE + 6).to(DEVICE)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    runs = {}
+    for backend in ("reference", "triton"):
+        model.config.recsa_backend = backend
+        cache = RecSACache(model.config)
+        with torch.no_grad(), recsa_trace(model) as trace:
+            prefill = model(ids[:, :-2], mask[:, :-2], cache=cache, prefill_chunk_size=40).logits
+            decode = model(ids[:, -2:], mask, cache=cache).logits
+        assert model.last_backend == backend and {layer.backend for f in trace.forwards for layer in f.values()} <= {
+            "dense", backend, f"dense+{backend}"
+        }  # fmt: skip
+        runs[backend] = torch.cat((prefill, decode), 1)
+    torch.testing.assert_close(runs["triton"][1], runs["reference"][1], rtol=0, atol=1e-4)
+    torch.testing.assert_close(runs["triton"][0, 5:], runs["reference"][0, 5:], rtol=0, atol=1e-4)
+
+
+# ---- a decoding step ------------------------------------------------------------------------------------------------
+
+
+def stepping_model(**changes):
+    """One layer on the kernels, in the dtype that equality across paths needs."""
+    return tiny_model(num_hidden_layers=1, recsa_backend="triton", **changes).to(DEVICE)
+
+
+@pytest.mark.parametrize("rows", [(3, 0), (0, 1), (40, 0)])
+def test_steps_equal_the_walk(rows):
+    """From below M across node and level borders, rows of different depth, the cache growing on the way."""
+    model, width = stepping_model(), 62
+    ids = random_ids(2, width).to(DEVICE)
+    mask = (torch.arange(width, device=DEVICE) >= torch.tensor(rows, device=DEVICE)[:, None]).long()
+    caches, first = [RecSACache(model.config) for _ in range(2)], 44
+    with torch.no_grad():
+        for cache in caches:
+            model(ids[:, :first], mask[:, :first], cache=cache)
+        for end in range(first + 1, width + 1):
+            outputs = []
+            for cache, step in zip(caches, (True, False), strict=True):
+                model.config.recsa_cuda_graph = step
+                outputs.append(model(ids[:, end - 1 : end], mask[:, :end], cache=cache).logits)
+                assert (cache.step is not None) == step
+                assert (model.last_backend == "triton") or not step
+            torch.testing.assert_close(*outputs, rtol=0, atol=1e-4)
+    for level in range(3):
+        torch.testing.assert_close(*(cache.layers[0].node_keys(level) for cache in caches), rtol=0, atol=1e-5)
+        torch.testing.assert_close(*(cache.layers[0].node_values(level) for cache in caches), rtol=0, atol=1e-5)
+
+
+def test_a_step_is_made_anew_where_its_ground_moves():
+    """Grown or rearranged storage, cropping, another adapter or weight: never what was captured before."""
+    model = stepping_model()
+    ids, cache = random_ids(2, 40).to(DEVICE), RecSACache(model.config)
+
+    def step() -> object:
+        model(random_ids(cache.batch_size, 1).to(DEVICE), cache=cache)
+        return cache.step
+
+    with torch.no_grad():
+        model(ids, cache=cache)
+        first = step()
+        assert step() is first is not None
+        cache.crop(-1)
+        assert step() is first
+        cache.reorder_cache(torch.tensor([1, 0]))
+        second = step()
+        assert second is not first and step() is second
+        cache.batch_select_indices(torch.tensor([0]))
+        third = step()
+        assert third is not second
+        assert copy.deepcopy(cache).step is None
+        model.model.norm.weight = torch.nn.Parameter(model.model.norm.weight.clone())
+        fourth = step()
+        assert fourth is not third
+        model.model.layers[0].mlp.up_proj.weight.data = model.model.layers[0].mlp.up_proj.weight.data.clone()
+        fifth = step()
+        assert fifth is not fourth
+        handle = model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
+        assert step() is None
+        handle.remove()
+        assert step() is not None
+        model.model.layers[0].mlp.up_proj = torch.nn.Sequential(model.model.layers[0].mlp.up_proj)
+        assert step() is None
+
+
+def test_what_takes_no_step():
+    model = stepping_model()
+    ids, cache = random_ids(1, 40).to(DEVICE), RecSACache(model.config)
+    with torch.no_grad():
+        model(ids, cache=cache)
+        model(ids[:, :2], cache=cache)
+        model(ids[:, :1], cache=cache, output_hidden_states=True)
+        with recsa_trace(model) as trace:
+            model(ids[:, :1], cache=cache)
+        assert trace.forwards[0][0].selection and cache.step is None
+        model.config.recsa_backend = "reference"
+        model(ids[:, :1], cache=cache)
+        assert cache.step is None
+    model.config.recsa_backend = "triton"
+    with pytest.raises(ValueError, match="backward"):
+        model(ids[:, :1], cache=cache)
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(dtype=torch.float64), "float64"),
+        (dict(r=2, k=3), "recsa_branching from 4"),
+        (dict(M=20_000), "recsa_top_capacity"),
+        (dict(head_dim=258), "head_dim"),
+    ],
+)
+def test_unsupported_operands_are_refused_by_name(changes, message):
+    case = on_device(make_case((2,), (3,), **{"dtype": torch.float32, **changes}))
+    with pytest.raises(ValueError, match=rf"recsa_backend='triton': .*{message}"):
+        case.run(backend="triton")
+
+
+@pytest.mark.parametrize(
+    ("what", "message"), [("gradient", "backward"), ("dropout", "dropout"), ("weights", "matrices")]
+)
+def test_what_the_kernels_lack_is_refused_by_name(what, message):
+    case = on_device(make_case((70,), (3,), dtype=torch.float32))
+    case.query.requires_grad_(what == "gradient")
+    options = dict(dropout=0.1 if what == "dropout" else 0.0, return_weights=what == "weights")
+    with pytest.raises(ValueError, match=f"recsa_backend='triton': .*{message}"):
+        case.run(backend="triton", **options)
+
+
+def test_no_gpu_is_refused_by_name(monkeypatch):
+    """RC-06: asked for by name on a CPU without the interpreter; never a silent fall to another path."""
+    monkeypatch.setattr(kernels_walk, "interpreted", lambda: False)
+    case = make_case((2, 70), (3, 3), dtype=torch.float32)
+    with pytest.raises(ValueError, match="recsa_backend='triton': needs a CUDA device"):
+        case.run(backend="triton")
+
+
+def test_a_broken_triton_is_named(monkeypatch):
+    monkeypatch.setattr(attention_recsa_qwen3, "_kernels_error", OSError("libcuda.so.1 is missing"))
+    with pytest.raises(ValueError, match="recsa_backend='triton': .*OSError: libcuda.so.1"):
+        make_case((70,), (3,), dtype=torch.float32).run(backend="triton")
