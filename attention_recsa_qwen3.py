@@ -171,7 +171,7 @@ def check_backend(backend: str) -> None:
 
 
 def _check_kernels(query, levels, geometry, dropout, return_weights) -> None:
-    reason = unsupported(query, geometry)
+    reason = unsupported(query, geometry, query.shape[3])
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, *levels.keys, *levels.values)):
         reason = "has no backward; run under torch.no_grad()"
     elif dropout:

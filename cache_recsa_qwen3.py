@@ -199,7 +199,7 @@ class RecSALayer(DynamicLayer):
         )
 
     def _level_with_room(self, depth: int, tokens: int, used: int) -> _Level:
-        """The level at `depth` >= 1, made or grown for the nodes of `tokens` tokens; keeps those of the first `used`."""
+        """The level at `depth` >= 1, made or grown for the nodes of `tokens` tokens, `used` of them kept."""
         span = self.geometry.branching**depth
         if depth == len(self.levels):
             names, reserved = ("pooled", "keys", "values"), max(self.reserve // span, 1)

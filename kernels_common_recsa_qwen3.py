@@ -5,6 +5,8 @@ Qwen3's rotary embedding. Each rotation is rounded to the dtype of the inputs, i
 that both choose the same nodes. Nothing here knows caches, padding or modules.
 """
 
+import functools
+
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -83,6 +85,14 @@ def slot_tables(
 
 
 _slot_tables: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program may have."""
+    if device.type != "cuda":
+        return 99 * 1024
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def interpreted() -> bool:

@@ -17,15 +17,19 @@ from .kernels_common_recsa_qwen3 import (
     load_angles,
     load_halves,
     rotate_halves,
+    shared_memory,
     slot_tables,
     tl,
     triton,
 )
 from .kernels_select_recsa_qwen3 import choose
 
-# Queries and nodes of a tile of the top level; pairs of a block and of a program below it.
-TOP_QUERIES, TOP_NODES = 16, 64
-PAIRS, PAIRS_OF_PROGRAM = 16, 64
+# Rows (queries x heads of a group) of a tile or block, and its most bytes; bytes of a tile of nodes; pairs a program.
+ROWS, ROW_BYTES = 64, 32_768
+NODE_BYTES = 16_384
+PAIRS_OF_PROGRAM = 64
+# Shared memory from which loads are pipelined one stage deeper.
+LARGE_SHARED_MEMORY = 160 * 1024
 
 
 # ---- rotations ------------------------------------------------------------------------------------------------------
@@ -221,10 +225,9 @@ def top_output_kernel(
         o_n = n + tl.arange(0, BN)
         key_first, key_second = load_halves(KEY, (head * nodes + o_n) * (2 * HALF), o_n < nodes, HALF, HP)
         logits = halves_product(query_first, query_second, key_first, key_second)
-        marks = tl.load(
-            MARKS + ((head * width + o_q) * words)[:, None] + (o_n // 64)[None, :], mask=m_row[:, None], other=0
-        )
-        unchosen = ((marks >> (o_n % 64).to(tl.int64)[None, :]) & 1) == 0
+        # a tile lies within one word
+        marks = tl.load(MARKS + (head * width + o_q) * words + n // 64, mask=m_row, other=0)
+        unchosen = ((marks[:, None] >> (n % 64 + tl.arange(0, BN)).to(tl.int64)[None, :]) & 1) == 0
         logits = tl.where((o_n[None, :] < path[:, None]) & unchosen, logits, float("-inf"))
         higher = tl.maximum(highest, tl.max(logits, 1))
         safe = tl.where(higher == float("-inf"), 0.0, higher)
@@ -396,12 +399,16 @@ def children_kernel(
         o_d = tl.arange(0, HP)
         m_row = o_row >= 0
         for p in range(first_pair, last_pair, BP):
-            pair = tl.load(sorted_pairs + tl.minimum(p + o_row // GP, last_pair - 1))
+            block = tl.load(sorted_pairs + tl.minimum(p + tl.arange(0, BP), last_pair - 1))
+            pair = tl.reshape(tl.broadcast_to(block[:, None], (BP, GP)), (BP * GP,))
             query = pair // K
             target = pair * G + o_g
             if SCORE:
                 query_first, query_second = load_halves(QUERY, (query * G + o_g) * (2 * HALF), m_row, HALF, HP)
-                slot_cos, slot_sin = load_angles(SLOT_COS, SLOT_SIN, K - 1 - pair % K, m_row, HALF, HALF, HP)
+                # loaded once a pair, for all its heads
+                slot_cos, slot_sin = load_angles(SLOT_COS, SLOT_SIN, K - 1 - block % K, block >= 0, HALF, HALF, HP)
+                slot_cos = tl.reshape(tl.broadcast_to(slot_cos[:, None, :], (BP, GP, HP)), (BP * GP, HP))
+                slot_sin = tl.reshape(tl.broadcast_to(slot_sin[:, None, :], (BP, GP, HP)), (BP * GP, HP))
                 query_first, query_second = rotate_halves(query_first, query_second, slot_cos, slot_sin)
                 logits = halves_product(query_first, query_second, key_first, key_second)
             else:
@@ -516,6 +523,8 @@ class PrefillBlock:
         self.halves = dict(HALF=half, HP=max(triton.next_power_of_2(half), 16))
         self.heads = dict(KV_HEADS=self.kv_heads, G=self.group)
         self.group_block = triton.next_power_of_2(self.group)
+        self.row_bytes = 2 * self.halves["HP"] * query.element_size()
+        self.queries = max(min(ROWS, ROW_BYTES // self.row_bytes) // self.group_block, 1)
 
     def run(self, depth: int, given, keep) -> torch.Tensor:
         """Output `[S', H_kv, w, G, D]` float32.
@@ -559,13 +568,15 @@ class PrefillBlock:
             keys, rotated, *self.rope, self.rows, nodes, *keys.stride()[:3],
             KV_HEADS=self.kv_heads, STRIDE=self.rope[0].shape[1], **self.halves, BLOCK=block,
         )  # fmt: skip
-        tiles = dict(**self.heads, GP=self.group_block, **self.halves)
-        tiles |= dict(BQ=max(TOP_QUERIES // self.group_block * 4, 16 // self.group_block, 1), BN=TOP_NODES)
+        nodes_of_tile = min(max(NODE_BYTES // self.row_bytes, 16), 64)
+        tiles = dict(**self.heads, GP=self.group_block, BQ=self.queries, BN=nodes_of_tile, **self.halves)
+        stages = 3 if shared_memory(self.query.device) >= LARGE_SHARED_MEMORY else 2
         grid = (triton.cdiv(self.width, tiles["BQ"]), self.programs)
         if given is None:
             importance = self._empty(nodes)
             top_importance_kernel[grid](
-                query, rotated, importance, self.starts, self.begin, self.width, nodes, span, **tiles
+                query, rotated, importance, self.starts, self.begin, self.width, nodes, span, **tiles,
+                num_stages=stages,
             )
             chosen = self._choose(importance, None, span, nodes + 1)
             del importance
@@ -578,6 +589,7 @@ class PrefillBlock:
         top_output_kernel[grid](
             query, rotated, values, marks, output, lse, self.rows, self.starts, self.begin, self.width, nodes, words,
             span, self._bias(level), *values.stride()[:3], **tiles,
+            num_stages=stages if self.row_bytes <= 256 else 1,
         )  # fmt: skip
         return chosen, output, lse
 
@@ -655,6 +667,6 @@ class PrefillBlock:
             stride_vs=values.stride(0), stride_vh=values.stride(1), stride_vn=values.stride(2),
             **self.heads, GP=self.group_block, R=geometry.branching, RP=max(geometry.branching, 16), K=k,
             TOKENS=level == 0, SCORE=score, ATTEND=attend, STRIDE=self.rope[0].shape[1], **self.halves,
-            BP=max(PAIRS // self.group_block * 4, 16 // self.group_block, 1), ITEM=PAIRS_OF_PROGRAM,
+            BP=self.queries, ITEM=PAIRS_OF_PROGRAM, num_stages=3 if self.row_bytes <= 256 else 1,
         )  # fmt: skip
         return parts, part_lse

@@ -13,20 +13,24 @@ DECODE_QUERIES = 16
 _MEMORY_SHARE = 1 / 24
 
 
-def unsupported(query: torch.Tensor, geometry: TreeGeometry) -> str | None:
-    """Why the kernels cannot run on these queries `[S, H, W, D]`; `None` where they can."""
-    if query.device.type != "cuda" and not interpreted():
-        return f"needs a CUDA device, the tensors are on {query.device.type!r}"
-    if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return f"supports float16, bfloat16 and float32, not {query.dtype}"
-    if query.dtype == torch.bfloat16 and interpreted():
+def unsupported(
+    states: torch.Tensor, geometry: TreeGeometry | None = None, head_dim: int | None = None
+) -> str | None:
+    """Why the kernels cannot run on the device and dtype of `states`, with this tree; `None` where they can."""
+    if states.device.type != "cuda" and not interpreted():
+        return f"needs a CUDA device, the tensors are on {states.device.type!r}"
+    if states.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"supports float16, bfloat16 and float32, not {states.dtype}"
+    if states.dtype == torch.bfloat16 and interpreted():
         return "cannot multiply bfloat16 under Triton's interpreter; use float16 or float32 there"
+    if geometry is None or head_dim is None:
+        return None
     if not 4 <= geometry.branching <= 64:
         return f"supports recsa_branching from 4 to 64, not {geometry.branching}"
     if geometry.top_capacity > 16_384:
         return f"supports a recsa_top_capacity up to 16,384, not {geometry.top_capacity}"
-    if query.shape[3] > 256 or query.shape[3] % 2:
-        return f"supports even head_dim up to 256, not {query.shape[3]}"
+    if head_dim > 256 or head_dim % 2:
+        return f"supports even head_dim up to 256, not {head_dim}"
     return None
 
 

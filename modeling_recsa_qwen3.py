@@ -37,6 +37,7 @@ try:  # named so that loaders copy them; attention_recsa_qwen3 remembers why the
     from .kernels_build_recsa_qwen3 import append_tokens  # noqa: F401
     from .kernels_common_recsa_qwen3 import interpreted  # noqa: F401
     from .kernels_decode_recsa_qwen3 import decode_block  # noqa: F401
+    from .kernels_norm_recsa_qwen3 import rms_norm
     from .kernels_prefill_recsa_qwen3 import PrefillBlock  # noqa: F401
     from .kernels_select_recsa_qwen3 import choose  # noqa: F401
     from .kernels_walk_recsa_qwen3 import TritonWalk, unsupported  # noqa: F401
@@ -111,8 +112,8 @@ class RecSAQwen3Attention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, kv_heads * self.head_dim, bias=bias)
         self.v_proj = nn.Linear(config.hidden_size, kv_heads * self.head_dim, bias=bias)
         self.o_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=bias)
-        self.q_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.q_norm = RecSAQwen3RMSNorm(self.head_dim, config)
+        self.k_norm = RecSAQwen3RMSNorm(self.head_dim, config)
         self.pooler = RecSAPooler(kv_heads, config.recsa_branching, self.head_dim)
         self.last_backend: str | None = None
         self.trace: RecSATrace | None = None
@@ -212,6 +213,24 @@ class RecSAQwen3Attention(nn.Module):
         return torch.where(position >= 0, weights.gather(-1, index), 0)
 
 
+class RecSAQwen3RMSNorm(Qwen3RMSNorm):
+    """Qwen3's RMSNorm; one kernel where the attention runs on kernels too and no gradient is wanted."""
+
+    def __init__(self, width: int, config: RecSAQwen3Config):
+        super().__init__(width, eps=config.rms_norm_eps)
+        self.config = config
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if (
+            self.config.recsa_backend == "triton"
+            and not torch.is_grad_enabled()
+            and hidden_states.dtype == self.weight.dtype
+            and unsupported(hidden_states) is None
+        ):
+            return rms_norm(hidden_states, self.weight, self.variance_epsilon)
+        return super().forward(hidden_states)
+
+
 class RecSAQwen3DecoderLayer(GradientCheckpointingLayer):
     """Qwen3's decoder layer around `RecSAQwen3Attention`."""
 
@@ -220,8 +239,8 @@ class RecSAQwen3DecoderLayer(GradientCheckpointingLayer):
         self.hidden_size = config.hidden_size
         self.self_attn = RecSAQwen3Attention(config, layer_idx)
         self.mlp = Qwen3MLP(config)
-        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm = RecSAQwen3RMSNorm(config.hidden_size, config)
+        self.post_attention_layernorm = RecSAQwen3RMSNorm(config.hidden_size, config)
 
     def forward(
         self,
@@ -278,7 +297,7 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
         self.vocab_size = config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
         self.layers = nn.ModuleList(RecSAQwen3DecoderLayer(config, i) for i in range(config.num_hidden_layers))
-        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = RecSAQwen3RMSNorm(config.hidden_size, config)
         self.gradient_checkpointing = False
         self.backends: set[str] = set()  # what ran in the last forward
         self.post_init()
@@ -407,7 +426,7 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
             and states.dtype == cache.layers[0].dtype
             and states.device == cache.layers[0].device == cache.layers[-1].device
             and not torch.is_autocast_enabled(states.device.type)
-            and unsupported(states[:, None, :, : self.config.head_dim], cache.geometry) is None
+            and unsupported(states, cache.geometry, self.config.head_dim) is None
         )
 
     def _step(self, states, rows, cache) -> torch.Tensor | None:
@@ -496,7 +515,7 @@ _STEP_MODULES = {
     RecSAQwen3Attention,
     RecSAPooler,
     Qwen3MLP,
-    Qwen3RMSNorm,
+    RecSAQwen3RMSNorm,
     nn.ModuleList,
     nn.Linear,
     nn.Embedding,

@@ -7,12 +7,14 @@ import copy
 
 import pytest
 import torch
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from conftest import DENSE, RELATIVE_RMS, random_ids, relative_rms, tiny_model
 from operands import Case, check_case, importance_gap, make_case, recorded_walks, selections_of, strided
 from recsa_qwen3 import Levels, RecSACache, attention_recsa_qwen3, recsa_trace
 
 kernels_walk = pytest.importorskip("recsa_qwen3.kernels_walk_recsa_qwen3")
+rms_norm = pytest.importorskip("recsa_qwen3.kernels_norm_recsa_qwen3").rms_norm
 torch.set_num_threads(1)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")
@@ -185,6 +187,21 @@ def test_a_model_runs_on_the_kernels():
         runs[backend] = torch.cat((prefill, decode), 1)
     torch.testing.assert_close(runs["triton"][1], runs["reference"][1], rtol=0, atol=1e-4)
     torch.testing.assert_close(runs["triton"][0, 5:], runs["reference"][0, 5:], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(2, 5, 3, 32), (1, 7, 80), (1, 1, 2560)])
+def test_rms_norm(dtype, shape):
+    """Against float64, and rounded as Qwen3's module: all but a few elements alike in half precision."""
+    states, weight = (torch.randn(size).to(DEVICE, dtype) * 3 for size in (shape, shape[-1:]))
+    module = Qwen3RMSNorm(shape[-1]).to(DEVICE, dtype)
+    module.weight.data = weight
+    actual = rms_norm(states, weight, module.variance_epsilon)
+    wide = states.double()
+    expected = wide * (wide.square().mean(-1, keepdim=True) + module.variance_epsilon).rsqrt() * weight.double()
+    assert relative_rms(actual, expected) < RELATIVE_RMS[dtype] / 2
+    assert (actual != module(states)).float().mean() < (1.0 if dtype == torch.float32 else 0.02)
+    assert torch.equal(rms_norm(states.transpose(0, 1), weight, 1e-6), rms_norm(states, weight, 1e-6).transpose(0, 1))
 
 
 # ---- a decoding step ------------------------------------------------------------------------------------------------

@@ -1,0 +1,30 @@
+"""The kernels compile for GPUs that are not here, and fit the 99 KB of shared memory that consumer GPUs have."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from conftest import ROOT
+
+pytest.importorskip("recsa_qwen3.kernels_walk_recsa_qwen3")
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "shape"),
+    [
+        (90, "bfloat16", "16,128,8192,32,8,128"),  # Qwen3-4B, the defaults
+        (89, "bfloat16", "16,128,8192,32,8,128"),
+        (89, "float32", "64,32,2048,6,2,96"),
+    ],
+)
+def test_every_kernel_compiles_and_fits(capability, dtype, shape):
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, ROOT / "tests" / "compile_kernels.py", str(capability), dtype, shape]
+    run = subprocess.run(command, capture_output=True, text=True, env=env, timeout=600)
+    assert run.returncode == 0, run.stderr[-3000:]
+    shared = json.loads(run.stdout.splitlines()[-1])
+    assert {"children_kernel", "level_kernel", "select_kernel", "append_kernel"} <= set(shared)
+    assert max(max(sizes) for sizes in shared.values()) <= 99 * 1024, shared
