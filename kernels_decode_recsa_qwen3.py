@@ -8,7 +8,16 @@ between two levels is `kernels_select_recsa_qwen3`; a last launch merges all par
 
 import torch
 
-from .kernels_common_recsa_qwen3 import LOG2E, load_angles, load_halves, rotate_halves, slot_tables, tl, triton
+from .kernels_common_recsa_qwen3 import (
+    LOG2E,
+    halves_product,
+    load_angles,
+    load_halves,
+    rotate_halves,
+    slot_tables,
+    tl,
+    triton,
+)
 from .kernels_select_recsa_qwen3 import choose
 
 # Candidates of one program.
@@ -23,17 +32,30 @@ def _candidate_nodes(PARENTS, path, o_c, scored, top, row, R: tl.constexpr, K: t
 
 
 @triton.jit
-def _store_part(PARTS, LSE, part, weights, value_first, value_second, highest, total, bias, HALF: tl.constexpr,
-                HP: tl.constexpr):  # fmt: skip
-    """One program's normalised output and log-sum-exp for one head; -inf where it had no candidate."""
+def _store_parts(
+    PARTS, LSE, part, weights, value_first, value_second, highest, bias,
+    SLOTS: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr,
+):  # fmt: skip
+    """One program's normalised output and log-sum-exp for each head; -inf where it had no candidate.
+
+    `weights` `[SLOTS * GP, BN]` and `highest` `[GP]`: a head's row of each slot, which are summed.
+    """
+    total = tl.sum(tl.reshape(tl.sum(weights, 1), (SLOTS, GP)), 0)
     some = total > 0
     inverse = tl.where(some, 1.0 / tl.where(some, total, 1.0), 0.0)
+    weights = weights.to(value_first.dtype)
+    first = tl.dot(weights, value_first, input_precision="ieee")
+    second = tl.dot(weights, value_second, input_precision="ieee")
+    first = tl.sum(tl.reshape(first, (SLOTS, GP, HP)), 0) * inverse[:, None]
+    second = tl.sum(tl.reshape(second, (SLOTS, GP, HP)), 0) * inverse[:, None]
+    o_g = tl.arange(0, GP)
     o_d = tl.arange(0, HP)
-    first = tl.sum(weights[:, None] * value_first.to(tl.float32), 0) * inverse
-    second = tl.sum(weights[:, None] * value_second.to(tl.float32), 0) * inverse
-    tl.store(PARTS + part * 2 * HALF + o_d, first, mask=o_d < HALF)
-    tl.store(PARTS + part * 2 * HALF + HALF + o_d, second, mask=o_d < HALF)
-    tl.store(LSE + part, tl.where(some, highest + tl.log2(tl.where(some, total, 1.0)) + bias, float("-inf")))
+    inside = (o_g < G)[:, None] & (o_d < HALF)[None, :]
+    where = PARTS + (part + o_g)[:, None] * (2 * HALF) + o_d[None, :]
+    tl.store(where, first, mask=inside)
+    tl.store(where + HALF, second, mask=inside)
+    lse = tl.where(some, highest + tl.log2(tl.where(some, total, 1.0)) + bias, float("-inf"))
+    tl.store(LSE + part + o_g, lse, mask=o_g < G)
 
 
 @triton.jit
@@ -78,7 +100,10 @@ def level_kernel(
     stride_an,
     KV_HEADS: tl.constexpr,
     G: tl.constexpr,
+    GP: tl.constexpr,
+    GA: tl.constexpr,
     R: tl.constexpr,
+    SLOTS: tl.constexpr,
     K: tl.constexpr,
     KP: tl.constexpr,
     M: tl.constexpr,
@@ -97,12 +122,13 @@ def level_kernel(
     split = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     query = tl.program_id(2)
-    sequence_row = head // KV_HEADS
-    sequence = tl.load(ROWS + sequence_row).to(tl.int64)
-    position = tl.load(STARTS + sequence_row) + begin + query
+    kv_head = head % KV_HEADS
+    sequence = tl.load(ROWS + head // KV_HEADS).to(tl.int64)
+    position = tl.load(STARTS + head // KV_HEADS) + begin + query
     row = head * width + query
-    o_c = split * BN + tl.arange(0, BN)
+    o_g = tl.arange(0, GP)
     if split < splits:
+        o_c = split * BN + tl.arange(0, BN)
         path = position // span
         top = path < M
         number = tl.where(top, path, (K - 1) * R + path % R)
@@ -115,53 +141,44 @@ def level_kernel(
         if walks:
             scored = o_c < number
             node = _candidate_nodes(PARENTS, path, o_c, scored, top, row, R, K).to(tl.int64)
-            key = sequence * stride_ks + head % KV_HEADS * stride_kh + node * stride_kn
+            key = sequence * stride_ks + kv_head * stride_kh + node * stride_kn
             key_first, key_second = load_halves(KEY, key, scored, HALF, HP)
             cos, sin = load_angles(COS, SIN, tl.where(top, o_c, o_c % R), scored, STRIDE, HALF, HP)
             key_first, key_second = rotate_halves(key_first, key_second, cos, sin)
-            key_first = tl.reshape(key_first, (BN // R, R, HP)).to(tl.float32)
-            key_second = tl.reshape(key_second, (BN // R, R, HP)).to(tl.float32)
-            if TOKENS:
-                value = sequence * stride_vs + head % KV_HEADS * stride_vh + node * stride_vn
-                value_first, value_second = load_halves(VALUE, value, scored, HALF, HP)
-            o_d = tl.arange(0, HP)
-            inside = o_d < HALF
-            turn = tl.where(top, path, path % R) * STRIDE
-            query_cos = tl.load(COS + turn + o_d, mask=inside, other=0.0).to(tl.float32)
-            query_sin = tl.load(SIN + turn + o_d, mask=inside, other=0.0).to(tl.float32)
-            slot = split * (BN // R) + tl.arange(0, BN // R)
+            # rows: each head once a slot, rotated for it; of the products those with the slot's own children count
+            o_row = tl.arange(0, SLOTS * GP)
+            slot = split * SLOTS + o_row // GP
+            every = o_row >= 0
+            first_query = sequence * stride_qs + (begin + query).to(tl.int64) * stride_qw + kv_head * G * stride_qh
+            query_first, query_second = load_halves(
+                QUERY, first_query + tl.minimum(o_row % GP, G - 1).to(tl.int64) * stride_qh, every, HALF, HP
+            )
+            turn = tl.where(top, path, path % R) + tl.zeros([1], tl.int32)
+            cos, sin = load_angles(COS, SIN, turn, turn >= 0, STRIDE, HALF, HP)
+            query_first, query_second = rotate_halves(query_first, query_second, cos * scale, sin * scale)
             slot_row = tl.where(top, 0, tl.maximum(K - 1 - slot, 0))
-            slot_cos, slot_sin = load_angles(SLOT_COS, SLOT_SIN, slot_row, slot >= 0, HALF, HALF, HP)
-            for g in tl.static_range(G):
-                where = (
-                    QUERY
-                    + sequence * stride_qs
-                    + (head % KV_HEADS * G + g) * stride_qh
-                    + (begin + query).to(tl.int64) * stride_qw
-                    + o_d
+            slot_cos, slot_sin = load_angles(SLOT_COS, SLOT_SIN, slot_row, every, HALF, HALF, HP)
+            query_first, query_second = rotate_halves(query_first, query_second, slot_cos, slot_sin)
+            logits = halves_product(query_first, query_second, key_first, key_second)
+            own = scored[None, :] & ((o_c // R)[None, :] == slot[:, None])
+            logits = tl.where(own, logits, float("-inf"))
+            if TOKENS:
+                value = sequence * stride_vs + kv_head * stride_vh + node * stride_vn
+                value_first, value_second = load_halves(VALUE, value, scored, HALF, HP)
+                highest = tl.max(tl.reshape(tl.max(logits, 1), (SLOTS, GP)), 0)
+                spread = tl.reshape(tl.broadcast_to(highest[None, :], (SLOTS, GP)), (SLOTS * GP,))
+                weights = tl.exp2(logits - spread[:, None])
+                _store_parts(
+                    PARTS, LSE, part, weights, value_first, value_second, highest, 0.0, SLOTS, G, GP, HALF, HP
                 )
-                first = tl.load(where, mask=inside, other=0.0)
-                second = tl.load(where + HALF, mask=inside, other=0.0)
-                first, second = rotate_halves(first, second, query_cos * scale, query_sin * scale)
-                first, second = rotate_halves(first[None, :], second[None, :], slot_cos, slot_sin)
-                products = tl.sum(first.to(tl.float32)[:, None, :] * key_first, 2)
-                products += tl.sum(second.to(tl.float32)[:, None, :] * key_second, 2)
-                logits = tl.where(scored, tl.reshape(products, (BN,)), float("-inf"))
-                if TOKENS:
-                    highest = tl.max(logits, 0)
-                    weights = tl.exp2(logits - highest)
-                    total = tl.sum(weights, 0)
-                    _store_part(
-                        PARTS, LSE, part + g, weights, value_first, value_second, highest, total, 0.0, HALF, HP
-                    )
-                else:
-                    tl.store(LOGITS + (row * G + g) * capacity + o_c, logits, mask=scored)
+            else:
+                where = LOGITS + (row * G + o_row % GP)[:, None] * capacity + o_c[None, :]
+                tl.store(where, logits, mask=own & (o_row % GP < G)[:, None])
         elif TOKENS:
-            for g in tl.static_range(G):
-                tl.store(LSE + part + g, float("-inf"))
+            tl.store(LSE + part + o_g, tl.full([GP], float("-inf"), tl.float32), mask=o_g < G)
     else:
         split -= splits
-        o_c -= splits * BN
+        o_c = split * BN + tl.arange(0, BN)
         path = position // (span * R)
         top = path < M
         number = tl.where(top, path, (K - 1) * R + path % R)
@@ -174,21 +191,17 @@ def level_kernel(
             o_k = tl.arange(0, KP)
             chosen = tl.load(PARENTS + row * K + o_k, mask=o_k < K, other=-1)
             unchosen = scored & (tl.max((node[:, None] == chosen[None, :]).to(tl.int32), 1) == 0)
-            value = sequence * stride_as + head % KV_HEADS * stride_ah + node.to(tl.int64) * stride_an
+            value = sequence * stride_as + kv_head * stride_ah + node.to(tl.int64) * stride_an
             value_first, value_second = load_halves(VALUE_ABOVE, value, unchosen, HALF, HP)
-            for g in tl.static_range(G):
-                logits = tl.load(
-                    LOGITS_ABOVE + (row * G + g) * capacity_above + o_c, mask=unchosen, other=float("-inf")
-                )
-                highest = tl.max(logits, 0)
-                weights = tl.exp2(logits - tl.where(highest > float("-inf"), highest, 0.0))
-                total = tl.sum(weights, 0)
-                _store_part(
-                    PARTS, LSE, part + g, weights, value_first, value_second, highest, total, bias_above, HALF, HP
-                )
+            # a product has 16 rows at least: GA of them, the last head repeated
+            o_a = tl.arange(0, GA)
+            where = LOGITS_ABOVE + (row * G + tl.minimum(o_a, G - 1))[:, None] * capacity_above + o_c[None, :]
+            logits = tl.load(where, mask=unchosen[None, :], other=float("-inf"))
+            highest = tl.max(logits, 1)
+            weights = tl.exp2(logits - tl.where(highest > float("-inf"), highest, 0.0)[:, None])
+            _store_parts(PARTS, LSE, part, weights, value_first, value_second, highest, bias_above, 1, G, GA, HALF, HP)
         else:
-            for g in tl.static_range(G):
-                tl.store(LSE + part + g, float("-inf"))
+            tl.store(LSE + part + o_g, tl.full([GP], float("-inf"), tl.float32), mask=o_g < G)
 
 
 @triton.jit
@@ -259,6 +272,7 @@ def decode_block(
     group, r, k = query.shape[1] // kv_heads, geometry.branching, geometry.top_k
     programs, half = len(rows) * kv_heads, head_dim // 2
     block = max(CANDIDATES, r)
+    group_block = max(triton.next_power_of_2(group), 16 * r // block)  # a product has 16 rows at least
     splits = [triton.cdiv(number, block) for number in candidates]
     tables = slot_tables(rope, r, k, query.dtype)
 
@@ -281,8 +295,9 @@ def decode_block(
             splits[above] * block if has_above else 0, sum(splits[:above]) if level else 0, sum(splits),
             scaling * LOG2E, above * (r.bit_length() - 1.0) if geometry.count_bias else 0.0,
             *query.stride()[:3], *levels.keys[level].stride()[:3], *values.stride()[:3], *values_above.stride()[:3],
-            KV_HEADS=kv_heads, G=group, R=r, K=k, KP=triton.next_power_of_2(k), M=geometry.top_capacity,
-            TOKENS=level == 0, STRIDE=rope[0].shape[1], HALF=half, HP=triton.next_power_of_2(half), BN=block,
+            KV_HEADS=kv_heads, G=group, GP=group_block, GA=max(group_block, 16), R=r, SLOTS=block // r, K=k,
+            KP=triton.next_power_of_2(k), M=geometry.top_capacity, TOKENS=level == 0, STRIDE=rope[0].shape[1],
+            HALF=half, HP=max(triton.next_power_of_2(half), 16), BN=block,
         )  # fmt: skip
         if not level:
             break
