@@ -266,7 +266,7 @@ def decode_block(
         keep: called with (level, chosen nodes) as they are chosen.
 
     Returns:
-        Output `[S', H_kv, w, G, D]` float32.
+        Output `[S', H_kv, w, G, D]` in the dtype of the query.
     """
     kv_heads, head_dim = levels.keys[0].shape[1], query.shape[3]
     group, r, k = query.shape[1] // kv_heads, geometry.branching, geometry.top_k
@@ -310,7 +310,7 @@ def decode_block(
             if keep is not None:
                 keep(level, chosen)
         parents[level - 1] = chosen
-    output = empty(group, head_dim)
+    output = empty(group, head_dim, dtype=query.dtype)
     merge_parts_kernel[(programs * width, group)](
         parts, lse, output, sum(splits), G=group, D=head_dim, DP=triton.next_power_of_2(head_dim),
         PP=triton.next_power_of_2(sum(splits)), BP=32,

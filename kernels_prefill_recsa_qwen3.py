@@ -575,7 +575,15 @@ class PrefillBlock:
         if given is None:
             importance = self._empty(nodes)
             top_importance_kernel[grid](
-                query, rotated, importance, self.starts, self.begin, self.width, nodes, span, **tiles,
+                query,
+                rotated,
+                importance,
+                self.starts,
+                self.begin,
+                self.width,
+                nodes,
+                span,
+                **tiles,
                 num_stages=stages,
             )
             chosen = self._choose(importance, None, span, nodes + 1)

@@ -13,9 +13,7 @@ DECODE_QUERIES = 16
 _MEMORY_SHARE = 1 / 24
 
 
-def unsupported(
-    states: torch.Tensor, geometry: TreeGeometry | None = None, head_dim: int | None = None
-) -> str | None:
+def unsupported(states: torch.Tensor, geometry: TreeGeometry | None = None, head_dim: int | None = None) -> str | None:
     """Why the kernels cannot run on the device and dtype of `states`, with this tree; `None` where they can."""
     if states.device.type != "cuda" and not interpreted():
         return f"needs a CUDA device, the tensors are on {states.device.type!r}"
@@ -72,7 +70,7 @@ class TritonWalk:
         return max(min(budget // a_query, (2**31 - 1) // (k * group * max(head_dim, r))), 1)
 
     def run(self, rows: list[int], begin: int, end: int, depth: int, keep) -> torch.Tensor:
-        """Output `[S', H_kv, w, G, D]` float32 of the columns begin ... end - 1 of the sequences `rows`.
+        """Output `[S', H_kv, w, G, D]` of the columns begin ... end - 1 of the sequences `rows`.
 
         Args:
             depth: the level where all these queries start.
