@@ -5,13 +5,13 @@ batch looked like. The cache appends, grows, crops and rearranges; it never touc
 operator plain level tensors.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from .rows_recsa_qwen3 import RowHistory, Rows
-from .tree_recsa_qwen3 import Levels, RecSAPooler, TreeGeometry, build_nodes
+from .tree_recsa_qwen3 import Levels, Nodes, RecSAPooler, TreeGeometry, build_nodes
 
 # Growth beyond what is needed: half again, so that appending to a short cache copies each entry a few times at most,
 # but never more than this many entries, so that a long one holds little that it does not use.
@@ -147,7 +147,13 @@ class RecSALayer(DynamicLayer):
         )
 
     def append(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, rows: Rows, columns: int, pooler: RecSAPooler
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        rows: Rows,
+        columns: int,
+        pooler: RecSAPooler,
+        build: Callable[[RecSAPooler, torch.Tensor, torch.Tensor, int], Nodes] = build_nodes,
     ) -> Levels:
         """Stores new tokens and every node that they complete: O(levels) nodes per token.
 
@@ -157,6 +163,7 @@ class RecSALayer(DynamicLayer):
             rows: where the tokens go.
             columns: columns of the batch that they came from.
             pooler: the layer's pooler.
+            build: makes nodes of their children.
 
         Returns:
             The level tensors for the operator (views of the storage, nothing is copied).
@@ -185,7 +192,7 @@ class RecSALayer(DynamicLayer):
             level = self._level_with_room(depth, longest, used)
             for row, begin, end in _row_groups([n // span for n in old], [n // span for n in new]):
                 children = slice(begin * r, end * r)
-                nodes = build_nodes(
+                nodes = build(
                     pooler, below.tensors[carried][row, :, children], below.tensors["values"][row, :, children], r
                 )
                 level.write("pooled", row, begin, nodes.pooled)

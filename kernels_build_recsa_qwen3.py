@@ -1,13 +1,79 @@
-"""Appending one token a row to the tree by a Triton kernel, with the row's length read on the device.
+"""Building nodes by Triton kernels: many at once, or those that one more token a row completes.
 
-A node is complete with its last token, and no query reads a node before the next token comes. So one program per row
-and KV head writes the token and then, level by level, the node that it completes, as `build_nodes` would.
+Both make a node by the same instructions, so it does not depend on how its tokens came. Appending reads each row's
+length on the device; a node is complete with its last token, and no query reads it before the next token comes.
 """
 
 import torch
 
 from .kernels_common_recsa_qwen3 import tl, triton
-from .tree_recsa_qwen3 import RecSAPooler
+from .tree_recsa_qwen3 import Nodes, RecSAPooler
+
+
+@triton.jit
+def _store_node(
+    POOLED, VALUES, OUT_POOLED, OUT_KEYS, OUT_VALUES, pooled_rows, value_rows, node, POOLER_QUERY, SLOT_BIAS, PROJ,
+    kv_head, R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The node whose R children lie at these offsets (elements, `[R]`), to the offset `node`."""
+    o_d = tl.arange(0, DP)
+    m_d = o_d < D
+    inside = m_d[None, :]
+    wide = tl.load(POOLED + pooled_rows[:, None] + o_d[None, :], mask=inside, other=0.0).to(tl.float32)
+    query = tl.load(POOLER_QUERY + kv_head * D + o_d, mask=m_d, other=0.0).to(tl.float32)
+    scores = tl.sum(wide * query[None, :], 1) + tl.load(SLOT_BIAS + tl.arange(0, R)).to(tl.float32)
+    weights = tl.exp(scores - tl.max(scores, 0))
+    weights = weights / tl.sum(weights, 0)
+    pooled = tl.sum(weights[:, None] * wide, 0).to(OUT_POOLED.dtype.element_ty)
+    tl.store(OUT_POOLED + node + o_d, pooled, mask=m_d)
+    values = tl.load(VALUES + value_rows[:, None] + o_d[None, :], mask=inside, other=0.0)
+    mean = tl.sum(values.to(tl.float32), 0) / R
+    tl.store(OUT_VALUES + node + o_d, mean.to(OUT_VALUES.dtype.element_ty), mask=m_d)
+    for first in range(0, D, BLOCK):
+        o_out = first + tl.arange(0, BLOCK)
+        matrix = tl.load(
+            PROJ + (kv_head * D + o_out)[:, None] * D + o_d[None, :],
+            mask=(o_out < D)[:, None] & m_d[None, :],
+            other=0.0,
+        )
+        read = tl.sum(matrix.to(tl.float32) * pooled.to(tl.float32)[None, :], 1)
+        tl.store(OUT_KEYS + node + o_out, read.to(OUT_KEYS.dtype.element_ty), mask=o_out < D)
+
+
+@triton.jit
+def build_kernel(
+    POOLED,
+    VALUES,
+    OUT_POOLED,
+    OUT_KEYS,
+    OUT_VALUES,
+    POOLER_QUERY,
+    SLOT_BIAS,
+    PROJ,
+    nodes,
+    stride_ps,
+    stride_ph,
+    stride_pn,
+    stride_vs,
+    stride_vh,
+    stride_vn,
+    KV_HEADS: tl.constexpr,
+    R: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per (node, sequence and KV head)."""
+    node = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
+    sequence, kv_head = head // KV_HEADS, head % KV_HEADS
+    children = node * R + tl.arange(0, R)
+    _store_node(
+        POOLED, VALUES, OUT_POOLED, OUT_KEYS, OUT_VALUES,
+        sequence * stride_ps + kv_head * stride_ph + children * stride_pn,
+        sequence * stride_vs + kv_head * stride_vh + children * stride_vn,
+        (head * nodes + node) * D, POOLER_QUERY, SLOT_BIAS, PROJ, kv_head, R, D, DP, BLOCK,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -50,30 +116,39 @@ def append_kernel(
     for level in tl.static_range(1, LEVELS):
         if (complete > 0) & (complete % R == 0):
             tl.debug_barrier()  # what this program wrote at the level below
-            children = (head * CAPACITIES[level - 1] + complete - R + o_r)[:, None] * D + o_d[None, :]
-            inside = m_d[None, :]
-            wide = tl.load(POOLED[level - 1] + children, mask=inside, other=0.0).to(tl.float32)
-            query = tl.load(POOLER_QUERY + kv_head * D + o_d, mask=m_d, other=0.0).to(tl.float32)
-            scores = tl.sum(wide * query[None, :], 1) + tl.load(SLOT_BIAS + o_r).to(tl.float32)
-            weights = tl.exp(scores - tl.max(scores, 0))
-            weights = weights / tl.sum(weights, 0)
-            pooled = tl.sum(weights[:, None] * wide, 0).to(key.dtype)
-            mean = tl.sum(tl.load(VALUES[level - 1] + children, mask=inside, other=0.0).to(tl.float32), 0) / R
+            children = (head * CAPACITIES[level - 1] + complete - R + o_r) * D
             node = (head * CAPACITIES[level] + complete // R - 1) * D
-            tl.store(POOLED[level] + node + o_d, pooled, mask=m_d)
-            tl.store(VALUES[level] + node + o_d, mean.to(value.dtype), mask=m_d)
-            for first in range(0, D, BLOCK):
-                o_out = first + tl.arange(0, BLOCK)
-                matrix = tl.load(
-                    PROJ + (kv_head * D + o_out)[:, None] * D + o_d[None, :],
-                    mask=(o_out < D)[:, None] & m_d[None, :],
-                    other=0.0,
-                )
-                read = tl.sum(matrix.to(tl.float32) * pooled.to(tl.float32)[None, :], 1)
-                tl.store(KEYS[level] + node + o_out, read.to(key.dtype), mask=o_out < D)
+            _store_node(
+                POOLED[level - 1], VALUES[level - 1], POOLED[level], KEYS[level], VALUES[level], children, children,
+                node, POOLER_QUERY, SLOT_BIAS, PROJ, kv_head, R, D, DP, BLOCK,
+            )  # fmt: skip
             complete = complete // R
         else:
             complete = 0
+
+
+def build_nodes_by_kernel(pooler: RecSAPooler, pooled: torch.Tensor, values: torch.Tensor, branching: int) -> Nodes:
+    """`build_nodes` by a kernel, without gradients; the last dimension must be contiguous.
+
+    Args:
+        pooler: the layer's pooler.
+        pooled: what the recursion carries for the children, `[S, H_kv, n * r, D]`.
+        values: the children's (mean) values, same shape.
+        branching: r.
+
+    Returns:
+        `Nodes` with n nodes.
+    """
+    sequences, kv_heads, children, head_dim = pooled.shape
+    nodes = children // branching
+    parents, keys, means = (pooled.new_empty(sequences, kv_heads, nodes, head_dim) for _ in range(3))
+    if nodes:
+        build_kernel[(nodes, sequences * kv_heads)](
+            pooled, values, parents, keys, means, *pooler.parameters_of_heads(kv_heads), nodes,
+            *pooled.stride()[:3], *values.stride()[:3],
+            KV_HEADS=kv_heads, R=branching, D=head_dim, DP=triton.next_power_of_2(head_dim), BLOCK=32,
+        )  # fmt: skip
+    return Nodes(parents, keys, means)
 
 
 def append_tokens(
@@ -97,7 +172,7 @@ def append_tokens(
     batch, kv_heads, _, head_dim = key.shape
     append_kernel[(batch * kv_heads,)](
         key, value, keys, values, pooled, tuple(tensor.shape[2] for tensor in keys), lengths,
-        pooler.query, pooler.slot_bias, pooler.proj, key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+        *pooler.parameters_of_heads(kv_heads), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
         KV_HEADS=kv_heads, LEVELS=len(keys), R=pooler.slot_bias.shape[0], D=head_dim,
         DP=triton.next_power_of_2(head_dim), BLOCK=32,
     )  # fmt: skip

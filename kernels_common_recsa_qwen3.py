@@ -92,7 +92,8 @@ def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that a program may have."""
     if device.type != "cuda":
         return 99 * 1024
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
 
 
 def interpreted() -> bool:

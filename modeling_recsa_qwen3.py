@@ -31,10 +31,10 @@ from .cache_recsa_qwen3 import RecSACache
 from .configuration_recsa_qwen3 import RecSAQwen3Config
 from .rows_recsa_qwen3 import Rows, rows_of_batch
 from .trace_recsa_qwen3 import RecSATrace, recsa_trace
-from .tree_recsa_qwen3 import RecSAPooler, TreeGeometry, build_levels
+from .tree_recsa_qwen3 import RecSAPooler, TreeGeometry, build_levels, build_nodes
 
 try:  # named so that loaders copy them; attention_recsa_qwen3 remembers why they failed
-    from .kernels_build_recsa_qwen3 import append_tokens  # noqa: F401
+    from .kernels_build_recsa_qwen3 import build_nodes_by_kernel
     from .kernels_common_recsa_qwen3 import interpreted  # noqa: F401
     from .kernels_decode_recsa_qwen3 import decode_block  # noqa: F401
     from .kernels_norm_recsa_qwen3 import rms_norm
@@ -51,6 +51,11 @@ logger = logging.get_logger(__name__)
 CACHE_FIELD = (
     "cache" if "cache" in {field.name for field in dataclasses.fields(BaseModelOutputWithPast)} else "past_key_values"
 )
+
+
+def runs_kernels(config: RecSAQwen3Config, states: torch.Tensor) -> bool:
+    """Whether what surrounds the operator runs on kernels as well: asked for, and no gradient wanted."""
+    return config.recsa_backend == "triton" and not torch.is_grad_enabled() and unsupported(states) is None
 
 
 def eager_attention(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
@@ -158,7 +163,12 @@ class RecSAQwen3Attention(nn.Module):
         longest = max(rows.lengths)
         depth = geometry.depth(max(longest - 1, 0))
         if cache is not None:
-            levels = cache.layers[self.layer_idx].append(key, value, rows, width, self.pooler)
+            # hooks bring in a pooler's parameters for the length of its forward
+            by_kernel = runs_kernels(self.config, key) and not (
+                self.pooler._forward_pre_hooks or "forward" in vars(self.pooler)
+            )
+            build = build_nodes_by_kernel if by_kernel else build_nodes
+            levels = cache.layers[self.layer_idx].append(key, value, rows, width, self.pooler, build)
         else:
             levels = build_levels(key, value, self.pooler, geometry.branching, depth)
         positions = longest if geometry.top_k is None else geometry.top_capacity
@@ -221,12 +231,7 @@ class RecSAQwen3RMSNorm(Qwen3RMSNorm):
         self.config = config
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        if (
-            self.config.recsa_backend == "triton"
-            and not torch.is_grad_enabled()
-            and hidden_states.dtype == self.weight.dtype
-            and unsupported(hidden_states) is None
-        ):
+        if runs_kernels(self.config, hidden_states) and hidden_states.dtype == self.weight.dtype:
             return rms_norm(hidden_states, self.weight, self.variance_epsilon)
         return super().forward(hidden_states)
 

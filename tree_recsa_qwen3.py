@@ -166,7 +166,7 @@ class RecSAPooler(nn.Module):
         Raises:
             ValueError: a tensor-parallel plan that splits the KV heads and leaves out the pooler.
         """
-        query, slot_bias, proj = self._parameters_of_heads(children.shape[1])
+        query, slot_bias, proj = self.parameters_of_heads(children.shape[1])
         dtype = accumulation_dtype(children.dtype)
         wide = children.to(dtype)
         scores = (wide * query.to(dtype)[:, None, None]).sum(-1) + slot_bias.to(dtype)
@@ -175,7 +175,7 @@ class RecSAPooler(nn.Module):
             keys = pooled.to(dtype) @ proj.to(dtype).transpose(-1, -2)
         return pooled, keys.to(children.dtype)
 
-    def _parameters_of_heads(self, heads: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def parameters_of_heads(self, heads: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The query, slot_bias and proj of the `heads` KV heads that this process holds."""
         if heads == len(self.query):
             return self.query, self.slot_bias, self.proj

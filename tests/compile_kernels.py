@@ -47,7 +47,7 @@ driver.set_active(AbsentGPU())
 JITFunction.__getitem__ = compile_launch
 
 from recsa_qwen3 import Levels, RecSAPooler, TreeGeometry  # noqa: E402
-from recsa_qwen3.kernels_build_recsa_qwen3 import append_tokens  # noqa: E402
+from recsa_qwen3.kernels_build_recsa_qwen3 import append_tokens, build_nodes_by_kernel  # noqa: E402
 from recsa_qwen3.kernels_decode_recsa_qwen3 import decode_block  # noqa: E402
 from recsa_qwen3.kernels_prefill_recsa_qwen3 import PrefillBlock  # noqa: E402
 
@@ -70,6 +70,7 @@ def main() -> None:
     pooler = RecSAPooler(kv_heads, r, head_dim).to(dtype)
     token = levels.keys[0][:, :, :1]
     append_tokens(token, token, levels.keys, levels.values, levels.keys, starts, pooler)
+    build_nodes_by_kernel(pooler, keys[1], values[1], r)
     print(json.dumps(shared))
 
 

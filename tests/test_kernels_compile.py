@@ -26,5 +26,5 @@ def test_every_kernel_compiles_and_fits(capability, dtype, shape):
     run = subprocess.run(command, capture_output=True, text=True, env=env, timeout=600)
     assert run.returncode == 0, run.stderr[-3000:]
     shared = json.loads(run.stdout.splitlines()[-1])
-    assert {"children_kernel", "level_kernel", "select_kernel", "append_kernel"} <= set(shared)
+    assert {"children_kernel", "level_kernel", "select_kernel", "append_kernel", "build_kernel"} <= set(shared)
     assert max(max(sizes) for sizes in shared.values()) <= 99 * 1024, shared
