@@ -6,7 +6,7 @@ length on the device; a node is complete with its last token, and no query reads
 
 import torch
 
-from .kernels_common_recsa_qwen3 import tl, triton
+from .kernels_common_recsa_qwen3 import launching_on, tl, triton
 from .tree_recsa_qwen3 import Nodes, RecSAPooler
 
 
@@ -143,11 +143,12 @@ def build_nodes_by_kernel(pooler: RecSAPooler, pooled: torch.Tensor, values: tor
     nodes = children // branching
     parents, keys, means = (pooled.new_empty(sequences, kv_heads, nodes, head_dim) for _ in range(3))
     if nodes:
-        build_kernel[(nodes, sequences * kv_heads)](
-            pooled, values, parents, keys, means, *pooler.parameters_of_heads(kv_heads), nodes,
-            *pooled.stride()[:3], *values.stride()[:3],
-            KV_HEADS=kv_heads, R=branching, D=head_dim, DP=triton.next_power_of_2(head_dim), BLOCK=32,
-        )  # fmt: skip
+        with launching_on(pooled.device):
+            build_kernel[(nodes, sequences * kv_heads)](
+                pooled, values, parents, keys, means, *pooler.parameters_of_heads(kv_heads), nodes,
+                *pooled.stride()[:3], *values.stride()[:3],
+                KV_HEADS=kv_heads, R=branching, D=head_dim, DP=triton.next_power_of_2(head_dim), BLOCK=32,
+            )  # fmt: skip
     return Nodes(parents, keys, means)
 
 

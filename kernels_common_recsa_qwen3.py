@@ -6,6 +6,7 @@ that both choose the same nodes. Nothing here knows caches, padding or modules.
 """
 
 import functools
+from contextlib import nullcontext
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -85,6 +86,11 @@ def slot_tables(
 
 
 _slot_tables: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def launching_on(device: torch.device):
+    """Makes the device current, which decides where Triton launches."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @functools.cache

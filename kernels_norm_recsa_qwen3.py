@@ -2,7 +2,7 @@
 
 import torch
 
-from .kernels_common_recsa_qwen3 import tl, triton
+from .kernels_common_recsa_qwen3 import launching_on, tl, triton
 
 
 @triton.jit
@@ -33,5 +33,8 @@ def rms_norm(states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Te
     width = states.shape[-1]
     padded = triton.next_power_of_2(width)
     rows, block = states.numel() // width, max(2048 // padded, 1)
-    rms_norm_kernel[(triton.cdiv(rows, block),)](states, weight, output, rows, eps, D=width, DP=padded, BLOCK=block)
+    with launching_on(states.device):
+        rms_norm_kernel[(triton.cdiv(rows, block),)](
+            states, weight, output, rows, eps, D=width, DP=padded, BLOCK=block
+        )
     return output

@@ -146,7 +146,7 @@ def top_importance_kernel(
     m_row = (o_q < width) & (o_g < G)
     path = (start + o_q) // span
     query_first, query_second = load_halves(QUERY, ((head * width + o_q) * G + o_g) * (2 * HALF), m_row, HALF, HP)
-    last = tl.minimum((start + tl.program_id(0) * BQ + BQ - 1) // span, nodes)
+    last = tl.minimum((start + tl.minimum(tl.program_id(0) * BQ + BQ, width) - 1) // span, nodes)
 
     highest = tl.full([BQ * GP], float("-inf"), tl.float32)
     total = tl.zeros([BQ * GP], tl.float32)
@@ -215,7 +215,7 @@ def top_output_kernel(
     m_row = (o_q < width) & (o_g < G)
     path = (start + o_q) // span
     query_first, query_second = load_halves(QUERY, ((head * width + o_q) * G + o_g) * (2 * HALF), m_row, HALF, HP)
-    last = tl.minimum((start + tl.program_id(0) * BQ + BQ - 1) // span, nodes)
+    last = tl.minimum((start + tl.minimum(tl.program_id(0) * BQ + BQ, width) - 1) // span, nodes)
 
     highest = tl.full([BQ * GP], float("-inf"), tl.float32)
     total = tl.zeros([BQ * GP], tl.float32)
@@ -234,7 +234,8 @@ def top_output_kernel(
         weights = tl.exp2(logits - safe[:, None])
         decay = tl.exp2(highest - safe)
         total = total * decay + tl.sum(weights, 1)
-        value_first, value_second = load_halves(value, o_n.to(tl.int64) * stride_n, o_n < nodes, HALF, HP)
+        # no weight makes a value harmless that is not a number
+        value_first, value_second = load_halves(value, o_n.to(tl.int64) * stride_n, o_n < last, HALF, HP)
         weights = weights.to(value_first.dtype)
         output_first = tl.dot(weights, value_first, output_first * decay[:, None], input_precision="ieee")
         output_second = tl.dot(weights, value_second, output_second * decay[:, None], input_precision="ieee")
@@ -381,7 +382,11 @@ def children_kernel(
 
         o_o = tl.arange(0, RP)
         node = parent * R + o_o
-        stored = (o_o < R) & (node < children)
+        # what the block's last query may read; beyond it storage may hold anything
+        limit = (start + width - 1) // span
+        if TOKENS:
+            limit += 1
+        stored = (o_o < R) & (node < tl.minimum(limit, children))
         if SCORE:
             key = sequence * stride_ks + head % KV_HEADS * stride_kh + node.to(tl.int64) * stride_kn
             key_first, key_second = load_halves(KEY, key, stored, HALF, HP)

@@ -2,7 +2,7 @@
 
 import torch
 
-from .kernels_common_recsa_qwen3 import interpreted
+from .kernels_common_recsa_qwen3 import interpreted, launching_on
 from .kernels_decode_recsa_qwen3 import decode_block
 from .kernels_prefill_recsa_qwen3 import PrefillBlock
 from .tree_recsa_qwen3 import Levels, TreeGeometry
@@ -89,10 +89,11 @@ class TritonWalk:
                 keep(level, nodes)
         arguments = (self.query, self.levels, row_index, starts, begin, width)
         shared = (self.geometry, self.rope, self.scaling)
-        if width <= DECODE_QUERIES:
-            candidates = [self.geometry.max_candidates] * depth + [last // self.geometry.branching**depth + 1]
-            return decode_block(*arguments, candidates, *shared, given, keep)
-        return PrefillBlock(*arguments, last, *shared).run(depth, given, keep)
+        with launching_on(device):
+            if width <= DECODE_QUERIES:
+                candidates = [self.geometry.max_candidates] * depth + [last // self.geometry.branching**depth + 1]
+                return decode_block(*arguments, candidates, *shared, given, keep)
+            return PrefillBlock(*arguments, last, *shared).run(depth, given, keep)
 
     def _checked(self, rows: list[int], begin: int, end: int, depth: int) -> dict[int, torch.Tensor] | None:
         """The given selection of a block as int32; kernels follow it without looking."""

@@ -35,7 +35,7 @@ from .tree_recsa_qwen3 import RecSAPooler, TreeGeometry, build_levels, build_nod
 
 try:  # named so that loaders copy them; attention_recsa_qwen3 remembers why they failed
     from .kernels_build_recsa_qwen3 import build_nodes_by_kernel
-    from .kernels_common_recsa_qwen3 import interpreted  # noqa: F401
+    from .kernels_common_recsa_qwen3 import launching_on
     from .kernels_decode_recsa_qwen3 import decode_block  # noqa: F401
     from .kernels_norm_recsa_qwen3 import rms_norm
     from .kernels_prefill_recsa_qwen3 import PrefillBlock  # noqa: F401
@@ -156,8 +156,7 @@ class RecSAQwen3Attention(nn.Module):
 
         geometry = TreeGeometry.from_config(self.config)
         if step is not None:
-            rope = rotary_tables(self.config, query.device, geometry.top_capacity)
-            attended = step.attend(self.layer_idx, query, key, value, self.pooler, geometry, rope, self.scaling)
+            attended = step.attend(self.layer_idx, query, key, value, self.pooler, self.scaling)
             self.last_backend = "triton"
             return self.o_proj(attended.transpose(1, 2).reshape(batch, width, -1)), None
         longest = max(rows.lengths)
@@ -440,28 +439,27 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
         `None` where the model does not consist of plain modules.
         """
         geometry = TreeGeometry.from_config(self.config)
-        if cache.step is None or cache.layers[0].levels[0].capacity < max(rows.lengths):
-            cache.make_room(max(rows.lengths))
-        candidates = DecodingStep.candidates_of(cache, geometry)
-        again = cache.step is not None and cache.step.fits(cache, candidates)
+        rope = rotary_tables(self.config, states.device, geometry.top_capacity)
+        again = cache.step is not None and cache.step.fits(self, cache, geometry, rope)
         if not again:
             cache.step = None
             if not PlainModules.are_all(self, _STEP_MODULES):
                 return None
             cache.make_room(max(rows.lengths))
-            cache.step = DecodingStep(self, cache, candidates)
+            cache.step = DecodingStep(self, cache, geometry, rope)
         step = cache.step
 
         def run(states):
             return self._run(states, rows, None, False, False, step)[0]
 
-        step.begin(list(rows.starts))
-        if not again or states.device.type != "cuda":
-            states = run(states)
-        else:
-            if step.graph is None:
-                step.capture(run, states.clone())
-            states = step.replay(states)
+        with launching_on(states.device):
+            step.begin(list(rows.starts))
+            if not again or states.device.type != "cuda":
+                states = run(states)
+            else:
+                if step.graph is None:
+                    step.capture(run, states.clone())
+                states = step.replay(states)
         for layer in cache.layers:
             layer.history.append(rows, 1)
         self.backends = {"triton"}

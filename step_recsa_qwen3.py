@@ -44,10 +44,10 @@ class PlainModules:
     def unchanged(self) -> bool:
         """Whether all is as it was; a fraction of the time that a walk over the modules takes."""
         return (
-            all(held[name] is child for held, name, child in self._children)
+            all(held.get(name) is child for held, name, child in self._children)
             and not any(self._hooks)
             and not any("forward" in attributes for attributes in self._attributes)
-            and all(held[name] is p and p.data_ptr() == address for held, name, p, address in self._parameters)
+            and all(held.get(name) is p and p.data_ptr() == address for held, name, p, address in self._parameters)
         )
 
 
@@ -57,16 +57,20 @@ class DecodingStep:
     Args:
         model: the decoder whose modules the step runs.
         cache: filled; has room for one more token in each row (`RecSACache.make_room`).
-        candidates: the most that any row reads at each level, level 0 first.
+        geometry: r, k, s, M.
+        rope: cos and sin `[>= M, D]` float32; kept, since a graph reads them where they lie.
 
     Attributes:
         graph: the captured step, or `None`.
     """
 
-    def __init__(self, model: nn.Module, cache: RecSACache, candidates: list[int]):
-        self._modules = PlainModules(model)
+    def __init__(
+        self, model: nn.Module, cache: RecSACache, geometry: TreeGeometry, rope: tuple[torch.Tensor, torch.Tensor]
+    ):
+        self.geometry, self.rope = geometry, rope
+        self._model, self._modules = model, PlainModules(model)
         device = cache.layers[0].levels[0].tensors["keys"].device
-        self.candidates = candidates
+        self.candidates = self._candidates_of(cache, geometry)
         self.levels = [list(layer.levels) for layer in cache.layers]
         self._versions = self._versions_of(cache)
         self.rows = torch.arange(len(cache.lengths), dtype=torch.int32, device=device)
@@ -75,8 +79,8 @@ class DecodingStep:
         self.graph: torch.cuda.CUDAGraph | None = None
 
     @staticmethod
-    def candidates_of(cache: RecSACache, geometry: TreeGeometry) -> list[int]:
-        """The most candidates that any row's next token reads at each level; changes only where a depth does."""
+    def _candidates_of(cache: RecSACache, geometry: TreeGeometry) -> list[int]:
+        """The most candidates that any row's next token reads at each level, 0 first; changes where a depth does."""
         depths = [geometry.depth(length) for length in cache.lengths]
         most = []
         for level in range(max(depths) + 1):
@@ -85,10 +89,20 @@ class DecodingStep:
             most.append(max(gathered, top if level in depths else 0))
         return most
 
-    def fits(self, cache: RecSACache, candidates: list[int]) -> bool:
-        """Whether modules and storage are where this step knows them, and the rows read no more than it allows for."""
+    def fits(
+        self, model: nn.Module, cache: RecSACache, geometry: TreeGeometry, rope: tuple[torch.Tensor, torch.Tensor]
+    ) -> bool:
+        """Whether model, tree, tables and storage are what this step knows, and no row reads more than it allows."""
         return (
-            candidates == self.candidates and self._versions == self._versions_of(cache) and self._modules.unchanged()
+            model is self._model
+            and geometry == self.geometry
+            and rope[0] is self.rope[0]
+            and cache.layers[0].levels[0].capacity > max(cache.lengths)
+            # tensors of inference mode cannot be written outside of it
+            and (torch.is_inference_mode_enabled() or not self.lengths.is_inference())
+            and self._candidates_of(cache, geometry) == self.candidates
+            and self._versions == self._versions_of(cache)
+            and self._modules.unchanged()
         )
 
     @staticmethod
@@ -109,8 +123,6 @@ class DecodingStep:
         key: torch.Tensor,
         value: torch.Tensor,
         pooler: RecSAPooler,
-        geometry: TreeGeometry,
-        rope: tuple[torch.Tensor, torch.Tensor],
         scaling: float,
     ) -> torch.Tensor:
         """Appends a token to each row of a layer and attends from it.
@@ -119,7 +131,8 @@ class DecodingStep:
             layer_idx: the layer.
             query: before RoPE, `[B, H, 1, D]`.
             key, value: `[B, H_kv, 1, D]`, the key before RoPE.
-            pooler, geometry, rope, scaling: as for `recsa_attention`.
+            pooler: the layer's pooler.
+            scaling: on the logits.
 
         Returns:
             `[B, H, 1, D]` in the dtype of the query.
@@ -129,7 +142,16 @@ class DecodingStep:
         pooled = tuple(held.get("pooled", held["keys"]) for held in tensors)
         append_tokens(key, value, keys, values, pooled, self.lengths, pooler)
         output = decode_block(
-            query, Levels(keys, values), self.rows, self.lengths, 0, 1, self.candidates, geometry, rope, scaling
+            query,
+            Levels(keys, values),
+            self.rows,
+            self.lengths,
+            0,
+            1,
+            self.candidates,
+            self.geometry,
+            self.rope,
+            scaling,
         )
         return output.flatten(1, 3)[:, :, None]
 
@@ -139,10 +161,11 @@ class DecodingStep:
         The kernels must have run before, since compiling is not possible during a capture.
         """
         self._arguments = arguments
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             self._result = run(*arguments)
             self.lengths += 1
+        self.graph = graph  # a capture that failed is not replayed
 
     def replay(self, *arguments: torch.Tensor) -> torch.Tensor:
         """The result for new arguments, a copy."""

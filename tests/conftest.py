@@ -49,7 +49,7 @@ LENGTHS = (DENSE - 3, DENSE + 1, 4 * DENSE + 6)
 
 def relative_rms(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """RMS(actual - expected) / RMS(expected), in float64."""
-    actual, expected = actual.double(), expected.double()
+    actual, expected = actual.double().cpu(), expected.double().cpu()
     return float((actual - expected).norm() / expected.norm())
 
 

@@ -97,20 +97,19 @@ class Case:
         """Output [H, T, D] and A [H, T, N] of one sequence's queries, given the selection or choosing itself."""
         start, count, g = self.starts[row], self.counts[row], self.geometry
         tokens = start + count
-        output, _, weights = oracle.attention(
+        rows = (
             self.query[row : row + 1, :, :count],
-            self.keys[row : row + 1, :, :tokens],
-            self.values[row : row + 1, :, :tokens],
-            self.pooler.query,
-            self.pooler.slot_bias,
-            self.pooler.proj,
+            *(t[row : row + 1, :, :tokens] for t in (self.keys, self.values)),
+        )
+        output, _, weights = oracle.attention(
+            *(t.cpu() for t in (*rows, self.pooler.query, self.pooler.slot_bias, self.pooler.proj)),
             r=g.branching,
             k=g.top_k,
             s=g.recent,
             M=g.top_capacity,
             scaling=self.query.shape[-1] ** -0.5,
-            cos=self.rope[0],
-            sin=self.rope[1],
+            cos=self.rope[0].cpu(),
+            sin=self.rope[1].cpu(),
             count_bias=g.count_bias,
             positions=[range(start, tokens)],
             selections=None if selection is None else [selections_of(selection, row, count)] if selection else None,

@@ -45,6 +45,7 @@ def check(case: Case, **options) -> None:
 def on_device(case: Case) -> Case:
     for name in ("query", "keys", "values", "pooler"):
         setattr(case, name, getattr(case, name).to(DEVICE))
+    case.rope = tuple(table.to(DEVICE) for table in case.rope)
     return case
 
 
@@ -150,7 +151,8 @@ def test_a_selection_is_taken(path):
 @pytest.mark.parametrize("path", PATHS)
 def test_keys_and_values_past_a_row_end_are_not_read(path):
     """NaN beyond each sequence's complete nodes, on every level, does not reach a result."""
-    case = on_device(make_case((70, 41), (PATHS[path],) * 2, heads=2, kv_heads=1, dtype=torch.float32))
+    # no border of levels within the columns, which would cut them into blocks for the kernels of decoding
+    case = on_device(make_case((70, 101), (PATHS[path],) * 2, heads=2, kv_heads=1, dtype=torch.float32))
     levels = case.levels()
     expected = case.run(levels=levels, backend="triton").output
     for tensors in levels:
@@ -310,6 +312,32 @@ def test_a_step_is_made_anew_where_its_ground_moves():
         assert step() is not None
         model.model.layers[0].mlp.up_proj = torch.nn.Sequential(model.model.layers[0].mlp.up_proj)
         assert step() is None
+
+
+def test_a_step_belongs_to_one_model_and_configuration():
+    """Another model or an edited field behind the same cache: a new step; a mode of autograd may end between two."""
+    model, other = stepping_model(), stepping_model(seed=1)
+    ids, cache = random_ids(1, 40).to(DEVICE), RecSACache(model.config)
+    with torch.inference_mode():
+        model(ids, cache=cache)
+        for _ in range(2):
+            model(ids[:, :1], cache=cache)
+    steps, logits = [cache.step], []
+    with torch.no_grad():
+        for which, edit in ((model, {}), (other, {}), (model, {}), (model, dict(recsa_recent=0)),
+                            (model, dict(rope_parameters={"rope_type": "default", "rope_theta": 5.0}))):  # fmt: skip
+            for name, value in edit.items():
+                setattr(which.config, name, value)
+            plain = copy.deepcopy(cache)
+            actual = which(ids[:, :1], cache=cache).logits
+            assert all(cache.step is not step for step in steps)
+            steps.append(cache.step)
+            which.config.recsa_cuda_graph = False
+            logits.append((actual, which(ids[:, :1], cache=plain).logits))
+            which.config.recsa_cuda_graph = True
+    assert_most_agree(*(torch.cat(part) for part in zip(*logits, strict=True)), 1e-4)
+    with torch.inference_mode():
+        model(ids[:, :1], cache=cache)
 
 
 def test_what_takes_no_step():
