@@ -316,6 +316,11 @@ class RecSACache(DynamicCache):
         """Refused by the layer: see `RecSALayer.offload`."""
         self.layers[layer_idx].prefetch()
 
+    def reset(self) -> None:
+        """Forgets all tokens and frees the storage, which a step would hold."""
+        self.step = None
+        super().reset()
+
     def make_room(self, tokens: int) -> None:
         """Grows every layer to hold `tokens` tokens a row, where it does not yet."""
         for layer in self.layers:

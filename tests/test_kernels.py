@@ -338,6 +338,9 @@ def test_a_step_belongs_to_one_model_and_configuration():
     assert_most_agree(*(torch.cat(part) for part in zip(*logits, strict=True)), 1e-4)
     with torch.inference_mode():
         model(ids[:, :1], cache=cache)
+    assert cache.step is not None
+    cache.reset()
+    assert cache.step is None
 
 
 def test_what_takes_no_step():
