@@ -431,6 +431,8 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
             and states.device == cache.layers[0].device == cache.layers[-1].device
             and not torch.is_autocast_enabled(states.device.type)
             and unsupported(states, cache.geometry, self.config.head_dim) is None
+            # else an interrupted forward left the layers at different lengths, which appending refuses
+            and all(layer.history.lengths == cache.history.lengths for layer in cache.layers)
         )
 
     def _step(self, states, rows, cache) -> torch.Tensor | None:

@@ -343,6 +343,18 @@ def test_a_step_belongs_to_one_model_and_configuration():
     assert cache.step is None
 
 
+def test_a_step_behind_an_interrupted_forward_is_refused():
+    """Layers at different lengths: the error of appending, not a token in the wrong place."""
+    model = tiny_model(num_hidden_layers=2, recsa_backend="triton").to(DEVICE)
+    ids, cache = random_ids(1, 40).to(DEVICE), RecSACache(model.config)
+    with torch.no_grad():
+        model(ids, cache=cache)
+        model(ids[:, :1], cache=cache)
+        cache.layers[1].crop(-1)
+        with pytest.raises(RuntimeError, match="interrupted forward"):
+            model(ids[:, :1], cache=cache)
+
+
 def test_what_takes_no_step():
     model = stepping_model()
     ids, cache = random_ids(1, 40).to(DEVICE), RecSACache(model.config)
