@@ -153,7 +153,7 @@ class RecSALayer(DynamicLayer):
         rows: Rows,
         columns: int,
         pooler: RecSAPooler,
-        build: Callable[[RecSAPooler, torch.Tensor, torch.Tensor, int], Nodes] = build_nodes,
+        build: Callable[[RecSAPooler, torch.Tensor, torch.Tensor, int], Nodes] | None = None,
     ) -> Levels:
         """Stores new tokens and every node that they complete: O(levels) nodes per token.
 
@@ -163,7 +163,7 @@ class RecSALayer(DynamicLayer):
             rows: where the tokens go.
             columns: columns of the batch that they came from.
             pooler: the layer's pooler.
-            build: makes nodes of their children.
+            build: makes nodes of their children; `build_nodes` where `None`.
 
         Returns:
             The level tensors for the operator (views of the storage, nothing is copied).
@@ -192,7 +192,7 @@ class RecSALayer(DynamicLayer):
             level = self._level_with_room(depth, longest, used)
             for row, begin, end in _row_groups([n // span for n in old], [n // span for n in new]):
                 children = slice(begin * r, end * r)
-                nodes = build(
+                nodes = (build or build_nodes)(
                     pooler, below.tensors[carried][row, :, children], below.tensors["values"][row, :, children], r
                 )
                 level.write("pooled", row, begin, nodes.pooled)

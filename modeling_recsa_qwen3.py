@@ -31,7 +31,7 @@ from .cache_recsa_qwen3 import RecSACache
 from .configuration_recsa_qwen3 import RecSAQwen3Config
 from .rows_recsa_qwen3 import Rows, rows_of_batch
 from .trace_recsa_qwen3 import RecSATrace, recsa_trace
-from .tree_recsa_qwen3 import RecSAPooler, TreeGeometry, build_levels, build_nodes
+from .tree_recsa_qwen3 import RecSAPooler, TreeGeometry, build_levels
 
 try:  # named so that loaders copy them; attention_recsa_qwen3 remembers why they failed
     from .kernels_build_recsa_qwen3 import build_nodes_by_kernel
@@ -166,7 +166,7 @@ class RecSAQwen3Attention(nn.Module):
             by_kernel = runs_kernels(self.config, key) and not (
                 self.pooler._forward_pre_hooks or "forward" in vars(self.pooler)
             )
-            build = build_nodes_by_kernel if by_kernel else build_nodes
+            build = build_nodes_by_kernel if by_kernel else None
             levels = cache.layers[self.layer_idx].append(key, value, rows, width, self.pooler, build)
         else:
             levels = build_levels(key, value, self.pooler, geometry.branching, depth)
