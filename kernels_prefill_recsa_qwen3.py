@@ -24,10 +24,11 @@ from .kernels_common_recsa_qwen3 import (
 )
 from .kernels_select_recsa_qwen3 import choose
 
-# Rows (queries x heads of a group) of a tile or block, and its most bytes; bytes of a tile of nodes; pairs a program.
-ROWS, ROW_BYTES = 64, 32_768
+# Rows (queries x heads of a group) of a tile or block, of a tile that is only scored, and its most bytes; bytes of a
+# tile of nodes; pairs a program.
+ROWS, SCORE_ROWS, ROW_BYTES = 64, 128, 32_768
 NODE_BYTES = 16_384
-PAIRS_OF_PROGRAM = 64
+PAIRS_OF_PROGRAM = 256
 # Shared memory from which loads are pipelined one stage deeper.
 LARGE_SHARED_MEMORY = 160 * 1024
 
@@ -120,6 +121,29 @@ def rotate_keys_kernel(
 
 
 @triton.jit
+def _tile_of_rows(BQ: tl.constexpr, GP: tl.constexpr):
+    """Query and head of each row of a tile of the top level, `[BQ * GP]`.
+
+    On the tensor cores a thread holds rows 8 apart and 64 apart: where these are heads of one query, four warps that
+    hold four heads of 32 queries add them up without exchanging anything.
+    """
+    LOW: tl.constexpr = min(GP, 2)
+    RUN: tl.constexpr = min(BQ, 8)
+    o_row = tl.arange(0, BQ * GP)
+    query = o_row // (RUN * LOW) % (BQ // RUN) * RUN + o_row % RUN
+    return query, o_row // (BQ * LOW) * LOW + o_row // RUN % LOW
+
+
+@triton.jit
+def _sum_of_heads(tile, BQ: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr):
+    """`[BQ, BN]`: the sums over the heads of `[BQ * GP, BN]`, whose rows lie as `_tile_of_rows` says."""
+    LOW: tl.constexpr = min(GP, 2)
+    RUN: tl.constexpr = min(BQ, 8)
+    tile = tl.sum(tl.reshape(tile, (GP // LOW, BQ // RUN, LOW, RUN, BN)), 2)
+    return tl.reshape(tl.sum(tile, 0), (BQ, BN))
+
+
+@triton.jit
 def top_importance_kernel(
     QUERY,
     KEY,
@@ -128,6 +152,7 @@ def top_importance_kernel(
     begin,
     width,
     nodes,
+    pitch,
     span,
     KV_HEADS: tl.constexpr,
     G: tl.constexpr,
@@ -137,41 +162,51 @@ def top_importance_kernel(
     BQ: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Importance `[S', H_kv, w, nodes]` float32 of the complete nodes before each query's path."""
+    """Importance `[S', H_kv, w, pitch]` float32 of the complete nodes before each query's path."""
     head = tl.program_id(1).to(tl.int64)
     start = tl.load(STARTS + head // KV_HEADS) + begin
-    o_row = tl.arange(0, BQ * GP)
-    o_q = tl.program_id(0) * BQ + o_row // GP
-    o_g = o_row % GP
+    first_query = tl.program_id(0) * BQ
+    o_q, o_g = _tile_of_rows(BQ, GP)
+    o_q += first_query
     m_row = (o_q < width) & (o_g < G)
     path = (start + o_q) // span
     query_first, query_second = load_halves(QUERY, ((head * width + o_q) * G + o_g) * (2 * HALF), m_row, HALF, HP)
-    last = tl.minimum((start + tl.minimum(tl.program_id(0) * BQ + BQ, width) - 1) // span, nodes)
+    last = tl.minimum((start + tl.minimum(first_query + BQ, width) - 1) // span, nodes)
+    # nodes before the path of all these queries come in whole tiles
+    whole = tl.minimum((start + first_query) // span, nodes) // BN * BN
 
     highest = tl.full([BQ * GP], float("-inf"), tl.float32)
     total = tl.zeros([BQ * GP], tl.float32)
-    for n in range(0, last, BN):
-        o_n = n + tl.arange(0, BN)
-        key_first, key_second = load_halves(KEY, (head * nodes + o_n) * (2 * HALF), o_n < nodes, HALF, HP)
-        logits = halves_product(query_first, query_second, key_first, key_second)
-        logits = tl.where(o_n[None, :] < path[:, None], logits, float("-inf"))
-        higher = tl.maximum(highest, tl.max(logits, 1))
-        total = total * tl.exp2(highest - higher) + tl.sum(tl.exp2(logits - higher[:, None]), 1)
-        highest = higher
+    for border in tl.static_range(2):
+        for n in range(whole if border else 0, last if border else whole, BN):
+            o_n = n + tl.arange(0, BN)
+            inside = o_n < nodes if border else o_n >= 0
+            key_first, key_second = load_halves(KEY, (head * nodes + o_n) * (2 * HALF), inside, HALF, HP)
+            logits = halves_product(query_first, query_second, key_first, key_second)
+            if border:
+                logits = tl.where(o_n[None, :] < path[:, None], logits, float("-inf"))
+            higher = tl.maximum(highest, tl.max(logits, 1))
+            safe = tl.where(higher == float("-inf"), 0.0, higher) if border else higher
+            total = total * tl.exp2(highest - safe) + tl.sum(tl.exp2(logits - safe[:, None]), 1)
+            highest = higher
 
-    o_query = tl.program_id(0) * BQ + tl.arange(0, BQ)
-    for n in range(0, last, BN):
-        o_n = n + tl.arange(0, BN)
-        key_first, key_second = load_halves(KEY, (head * nodes + o_n) * (2 * HALF), o_n < nodes, HALF, HP)
-        logits = halves_product(query_first, query_second, key_first, key_second)
-        weights = tl.exp2(logits - highest[:, None]) / total[:, None]
-        weights = tl.where((o_n[None, :] < path[:, None]) & m_row[:, None], weights, 0.0)
-        importance = tl.sum(tl.reshape(weights, (BQ, GP, BN)), 1)
-        tl.store(
-            IMPORTANCE + (head * width + o_query)[:, None] * nodes + o_n[None, :],
-            importance,
-            mask=(o_query < width)[:, None] & (o_n < nodes)[None, :],
-        )
+    lse = tl.where(m_row, highest + tl.log2(total), float("inf"))
+    o_query = first_query + tl.arange(0, BQ)
+    IMPORTANCE += head * width * pitch
+    for border in tl.static_range(2):
+        for n in range(whole if border else 0, last if border else whole, BN):
+            o_n = n + tl.arange(0, BN)
+            inside = o_n < nodes if border else o_n >= 0
+            key_first, key_second = load_halves(KEY, (head * nodes + o_n) * (2 * HALF), inside, HALF, HP)
+            logits = halves_product(query_first, query_second, key_first, key_second)
+            weights = tl.exp2(logits - lse[:, None])
+            if border:
+                weights = tl.where(o_n[None, :] < path[:, None], weights, 0.0)
+            tl.store(
+                IMPORTANCE + o_query[:, None].to(tl.int64) * pitch + o_n[None, :],
+                _sum_of_heads(weights, BQ, GP, BN),
+                mask=(o_query < width)[:, None] & inside[None, :],
+            )
 
 
 @triton.jit
@@ -215,31 +250,39 @@ def top_output_kernel(
     m_row = (o_q < width) & (o_g < G)
     path = (start + o_q) // span
     query_first, query_second = load_halves(QUERY, ((head * width + o_q) * G + o_g) * (2 * HALF), m_row, HALF, HP)
-    last = tl.minimum((start + tl.minimum(tl.program_id(0) * BQ + BQ, width) - 1) // span, nodes)
+    first_query = tl.program_id(0) * BQ
+    last = tl.minimum((start + tl.minimum(first_query + BQ, width) - 1) // span, nodes)
+    # nodes before the path of all these queries come in whole tiles
+    whole = tl.minimum((start + first_query) // span, nodes) // BN * BN
 
     highest = tl.full([BQ * GP], float("-inf"), tl.float32)
     total = tl.zeros([BQ * GP], tl.float32)
     output_first = tl.zeros([BQ * GP, HP], tl.float32)
     output_second = tl.zeros([BQ * GP, HP], tl.float32)
-    for n in range(0, last, BN):
-        o_n = n + tl.arange(0, BN)
-        key_first, key_second = load_halves(KEY, (head * nodes + o_n) * (2 * HALF), o_n < nodes, HALF, HP)
-        logits = halves_product(query_first, query_second, key_first, key_second)
-        # a tile lies within one word
-        marks = tl.load(MARKS + (head * width + o_q) * words + n // 64, mask=m_row, other=0)
-        unchosen = ((marks[:, None] >> (n % 64 + tl.arange(0, BN)).to(tl.int64)[None, :]) & 1) == 0
-        logits = tl.where((o_n[None, :] < path[:, None]) & unchosen, logits, float("-inf"))
-        higher = tl.maximum(highest, tl.max(logits, 1))
-        safe = tl.where(higher == float("-inf"), 0.0, higher)
-        weights = tl.exp2(logits - safe[:, None])
-        decay = tl.exp2(highest - safe)
-        total = total * decay + tl.sum(weights, 1)
-        # no weight makes a value harmless that is not a number
-        value_first, value_second = load_halves(value, o_n.to(tl.int64) * stride_n, o_n < last, HALF, HP)
-        weights = weights.to(value_first.dtype)
-        output_first = tl.dot(weights, value_first, output_first * decay[:, None], input_precision="ieee")
-        output_second = tl.dot(weights, value_second, output_second * decay[:, None], input_precision="ieee")
-        highest = higher
+    for border in tl.static_range(2):
+        for n in range(whole if border else 0, last if border else whole, BN):
+            o_n = n + tl.arange(0, BN)
+            inside = o_n < nodes if border else o_n >= 0
+            key_first, key_second = load_halves(KEY, (head * nodes + o_n) * (2 * HALF), inside, HALF, HP)
+            logits = halves_product(query_first, query_second, key_first, key_second)
+            # a tile lies within one word
+            marks = tl.load(MARKS + (head * width + o_q) * words + n // 64, mask=m_row, other=0)
+            counts = ((marks[:, None] >> (n % 64 + tl.arange(0, BN)).to(tl.int64)[None, :]) & 1) == 0
+            if border:
+                counts = counts & (o_n[None, :] < path[:, None])
+            logits = tl.where(counts, logits, float("-inf"))
+            higher = tl.maximum(highest, tl.max(logits, 1))
+            safe = tl.where(higher == float("-inf"), 0.0, higher)
+            weights = tl.exp2(logits - safe[:, None])
+            decay = tl.exp2(highest - safe)
+            total = total * decay + tl.sum(weights, 1)
+            # no weight makes a value harmless that is not a number
+            inside = o_n < last if border else o_n >= 0
+            value_first, value_second = load_halves(value, o_n.to(tl.int64) * stride_n, inside, HALF, HP)
+            weights = weights.to(value_first.dtype)
+            output_first = tl.dot(weights, value_first, output_first * decay[:, None], input_precision="ieee")
+            output_second = tl.dot(weights, value_second, output_second * decay[:, None], input_precision="ieee")
+            highest = higher
 
     some = total > 0
     inverse = tl.where(some, 1.0 / tl.where(some, total, 1.0), 0.0)
@@ -396,7 +439,7 @@ def children_kernel(
             value = sequence * stride_vs + head % KV_HEADS * stride_vh + node.to(tl.int64) * stride_vn
             value_first, value_second = load_halves(VALUE, value, stored, HALF, HP)
 
-        # offsets within a head fit 32 bits; a block's last rows repeat the last pair and head instead of being masked
+        # offsets within a head fit 32 bits; a block's last rows repeat the last pair and head, and are not stored
         QUERY += head * width * (G * 2 * HALF)
         pairs = head * width * K
         o_row = tl.arange(0, BP * GP)
@@ -405,6 +448,7 @@ def children_kernel(
         m_row = o_row >= 0
         for p in range(first_pair, last_pair, BP):
             block = tl.load(sorted_pairs + tl.minimum(p + tl.arange(0, BP), last_pair - 1))
+            real = (p + o_row // GP < last_pair) & (o_row % GP < G)
             pair = tl.reshape(tl.broadcast_to(block[:, None], (BP, GP)), (BP * GP,))
             query = pair // K
             target = pair * G + o_g
@@ -440,14 +484,14 @@ def children_kernel(
                 output_first = tl.dot(weights, value_first, input_precision="ieee")
                 output_second = tl.dot(weights, value_second, input_precision="ieee")
                 where = OUTPUT + pairs * (G * 2 * HALF) + (target * (2 * HALF))[:, None] + o_d[None, :]
-                inside = (o_d < HALF)[None, :]
+                inside = real[:, None] & (o_d < HALF)[None, :]
                 tl.store(where, output_first.to(value_first.dtype), mask=inside)
                 tl.store(where + HALF, output_second.to(value_first.dtype), mask=inside)
                 lse = tl.where(some, highest + tl.log2(total) + bias, float("-inf"))
-                tl.store(LSE + pairs * G + target, lse)
+                tl.store(LSE + pairs * G + target, lse, mask=real)
             else:
                 where = LOGITS + pairs * (G * R) + (target * R)[:, None] + o_o[None, :]
-                tl.store(where, logits, mask=(o_o < R)[None, :])
+                tl.store(where, logits, mask=real[:, None] & (o_o < R)[None, :])
 
 
 @triton.jit
@@ -529,7 +573,6 @@ class PrefillBlock:
         self.heads = dict(KV_HEADS=self.kv_heads, G=self.group)
         self.group_block = triton.next_power_of_2(self.group)
         self.row_bytes = 2 * self.halves["HP"] * query.element_size()
-        self.queries = max(min(ROWS, ROW_BYTES // self.row_bytes) // self.group_block, 1)
 
     def run(self, depth: int, given, keep) -> torch.Tensor:
         """Output `[S', H_kv, w, G, D]` float32.
@@ -546,6 +589,10 @@ class PrefillBlock:
 
     def _empty(self, *shape: int, dtype=torch.float32) -> torch.Tensor:
         return torch.empty(len(self.rows), self.kv_heads, self.width, *shape, dtype=dtype, device=self.query.device)
+
+    def _queries(self, rows: int) -> int:
+        """Queries of a tile or block of so many rows, fewer where vectors are long."""
+        return max(min(rows, ROW_BYTES // self.row_bytes) // self.group_block, 1)
 
     def _bias(self, level: int) -> float:
         return level * (self.geometry.branching.bit_length() - 1) if self.geometry.count_bias else 0.0
@@ -574,23 +621,16 @@ class PrefillBlock:
             KV_HEADS=self.kv_heads, STRIDE=self.rope[0].shape[1], **self.halves, BLOCK=block,
         )  # fmt: skip
         nodes_of_tile = min(max(NODE_BYTES // self.row_bytes, 16), 64)
-        tiles = dict(**self.heads, GP=self.group_block, BQ=self.queries, BN=nodes_of_tile, **self.halves)
+        tiles = dict(**self.heads, GP=self.group_block, BN=nodes_of_tile, **self.halves)
         stages = 3 if shared_memory(self.query.device) >= LARGE_SHARED_MEMORY else 2
-        grid = (triton.cdiv(self.width, tiles["BQ"]), self.programs)
         if given is None:
-            importance = self._empty(nodes)
-            top_importance_kernel[grid](
-                query,
-                rotated,
-                importance,
-                self.starts,
-                self.begin,
-                self.width,
-                nodes,
-                span,
-                **tiles,
-                num_stages=stages,
-            )
+            # rows of 16 bytes' alignment, whatever the number of nodes
+            importance = self._empty(triton.cdiv(nodes, 16) * 16)
+            queries = self._queries(SCORE_ROWS)
+            top_importance_kernel[(triton.cdiv(self.width, queries), self.programs)](
+                query, rotated, importance, self.starts, self.begin, self.width, nodes, importance.shape[-1], span,
+                **tiles, BQ=queries, num_stages=2,
+            )  # fmt: skip
             chosen = self._choose(importance, None, span, nodes + 1)
             del importance
             keep(level, chosen)
@@ -599,10 +639,11 @@ class PrefillBlock:
         words = triton.cdiv(nodes + 1, 64)
         marks = self._marks(None, chosen, words)
         output, lse = self._empty(self.group, self.head_dim), self._empty(self.group)
-        top_output_kernel[grid](
+        queries = self._queries(ROWS)
+        top_output_kernel[(triton.cdiv(self.width, queries), self.programs)](
             query, rotated, values, marks, output, lse, self.rows, self.starts, self.begin, self.width, nodes, words,
             span, self._bias(level), *values.stride()[:3], **tiles,
-            num_stages=stages if self.row_bytes <= 256 else 1,
+            BQ=queries, num_stages=stages if self.row_bytes <= 256 else 1,
         )  # fmt: skip
         return chosen, output, lse
 
@@ -642,9 +683,12 @@ class PrefillBlock:
                 chosen = given[level]
             marks = self._marks(parents, chosen, k)
             parts = self._children(level, query, sort, logits, marks, score=logits is None, attend=True)
+        dim_block = triton.next_power_of_2(self.head_dim)
+        vectors = self.group_block * dim_block // 4096  # elements of a query in units of what one warp holds
         merge_kernel[(self.width, self.programs)](
             *parts, output, lse, self.width, G=self.group, GP=self.group_block, K=k, KP=triton.next_power_of_2(k),
-            D=self.head_dim, DP=triton.next_power_of_2(self.head_dim), BK=8,
+            D=self.head_dim, DP=dim_block, BK=min(max(4096 // (self.group_block * dim_block), 1), 8),
+            num_warps=max(vectors, 1),
         )  # fmt: skip
         return chosen
 
@@ -680,6 +724,6 @@ class PrefillBlock:
             stride_vs=values.stride(0), stride_vh=values.stride(1), stride_vn=values.stride(2),
             **self.heads, GP=self.group_block, R=geometry.branching, RP=max(geometry.branching, 16), K=k,
             TOKENS=level == 0, SCORE=score, ATTEND=attend, STRIDE=self.rope[0].shape[1], **self.halves,
-            BP=self.queries, ITEM=PAIRS_OF_PROGRAM, num_stages=3 if self.row_bytes <= 256 else 1,
+            BP=self._queries(ROWS), ITEM=PAIRS_OF_PROGRAM, num_stages=3 if self.row_bytes <= 256 else 1,
         )  # fmt: skip
         return parts, part_lse

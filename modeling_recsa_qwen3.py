@@ -37,6 +37,7 @@ try:  # named so that loaders copy them; attention_recsa_qwen3 remembers why the
     from .kernels_build_recsa_qwen3 import build_nodes_by_kernel
     from .kernels_common_recsa_qwen3 import launching_on
     from .kernels_decode_recsa_qwen3 import decode_block  # noqa: F401
+    from .kernels_linear_recsa_qwen3 import project  # noqa: F401
     from .kernels_norm_recsa_qwen3 import rms_norm
     from .kernels_prefill_recsa_qwen3 import PrefillBlock  # noqa: F401
     from .kernels_select_recsa_qwen3 import choose  # noqa: F401
@@ -256,6 +257,8 @@ class RecSAQwen3DecoderLayer(GradientCheckpointingLayer):
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`[B, T, hidden]` to the same shape, and A or `None`; see `RecSAQwen3Attention.forward`."""
+        if step is not None and step.runs_layers:
+            return step.run_layer(self, hidden_states), None
         attended, weights = self.self_attn(self.input_layernorm(hidden_states), rows, cache, output_attentions, step)
         hidden_states = hidden_states + attended
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states)), weights

@@ -1,8 +1,8 @@
 """One decoding step with fixed shapes and addresses: lengths live on the device, so that it can be one CUDA graph.
 
 A step belongs to a cache as long as its storage stays in place. It appends one token to each row, attends through the
-Triton kernels, and never synchronises with the host. The model decides when to take it; nothing here knows modules but
-the pooler.
+Triton kernels, and never synchronises with the host. The model decides when to take it. With a single row the linear
+layers run on kernels too, on the weights of the modules, which are known to be plain.
 """
 
 import torch
@@ -11,6 +11,8 @@ from torch import nn
 from .cache_recsa_qwen3 import RecSACache
 from .kernels_build_recsa_qwen3 import append_tokens
 from .kernels_decode_recsa_qwen3 import decode_block
+from .kernels_linear_recsa_qwen3 import add_product, gated, project
+from .kernels_norm_recsa_qwen3 import rms_norm
 from .tree_recsa_qwen3 import Levels, RecSAPooler, TreeGeometry
 
 
@@ -62,6 +64,7 @@ class DecodingStep:
 
     Attributes:
         graph: the captured step, or `None`.
+        runs_layers: whether `run_layer` takes the place of the layers' own forward.
     """
 
     def __init__(
@@ -77,6 +80,13 @@ class DecodingStep:
         self.lengths = torch.empty_like(self.rows)
         self._known: list[int] = []  # what `lengths` holds
         self.graph: torch.cuda.CUDAGraph | None = None
+        linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+        one_dtype = len({parameter.dtype for parameter in model.parameters()}) == 1
+        self.runs_layers = (
+            len(cache.lengths) == 1
+            and one_dtype
+            and all(module.bias is None and module.weight.is_contiguous() for module in linears)
+        )
 
     @staticmethod
     def _candidates_of(cache: RecSACache, geometry: TreeGeometry) -> list[int]:
@@ -115,6 +125,24 @@ class DecodingStep:
         if lengths != self._known:
             self.lengths.copy_(torch.tensor(lengths, dtype=torch.int32))
             self._known = list(lengths)
+
+    def run_layer(self, layer: nn.Module, states: torch.Tensor) -> torch.Tensor:
+        """A decoder layer of plain modules over one token, `[1, 1, hidden]`; where `runs_layers`."""
+        attention, mlp = layer.self_attn, layer.mlp
+        norm = layer.input_layernorm
+        projected = project(
+            rms_norm(states, norm.weight, norm.variance_epsilon),
+            attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight,
+        )  # fmt: skip
+        query, key, value = (part.view(1, -1, 1, attention.head_dim) for part in projected)
+        query = rms_norm(query, attention.q_norm.weight, attention.q_norm.variance_epsilon)
+        key = rms_norm(key, attention.k_norm.weight, attention.k_norm.variance_epsilon)
+        attended = self.attend(attention.layer_idx, query, key, value, attention.pooler, attention.scaling)
+        attention.last_backend = "triton"
+        states = add_product(attended.view(1, 1, -1), attention.o_proj.weight, states)
+        norm = layer.post_attention_layernorm
+        inner = gated(rms_norm(states, norm.weight, norm.variance_epsilon), mlp.gate_proj.weight, mlp.up_proj.weight)
+        return add_product(inner, mlp.down_proj.weight, states)
 
     def attend(
         self,

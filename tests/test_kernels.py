@@ -7,6 +7,7 @@ import copy
 
 import pytest
 import torch
+from torch.nn import functional as F
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from conftest import DENSE, RELATIVE_RMS, random_ids, relative_rms, tiny_model
@@ -16,6 +17,7 @@ from recsa_qwen3.tree_recsa_qwen3 import Nodes, build_nodes
 
 kernels_walk = pytest.importorskip("recsa_qwen3.kernels_walk_recsa_qwen3")
 kernels_build = pytest.importorskip("recsa_qwen3.kernels_build_recsa_qwen3")
+kernels_linear = pytest.importorskip("recsa_qwen3.kernels_linear_recsa_qwen3")
 rms_norm = pytest.importorskip("recsa_qwen3.kernels_norm_recsa_qwen3").rms_norm
 torch.set_num_threads(1)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -213,6 +215,26 @@ def test_rms_norm(dtype, shape):
     assert relative_rms(actual, expected) < RELATIVE_RMS[dtype] / 2
     assert (actual != module(states)).float().mean() < (1.0 if dtype == torch.float32 else 0.02)
     assert torch.equal(rms_norm(states.transpose(0, 1), weight, 1e-6), rms_norm(states, weight, 1e-6).transpose(0, 1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("wide", "narrow"), [(33, 7), (2560, 129)])
+def test_linear_layers_of_one_token(dtype, wide, narrow):
+    """Against float64; sizes that fill no block, a residual that is a view, output memory that held NaN."""
+
+    def draw(*shape):
+        return torch.randn(shape).to(DEVICE, dtype)
+
+    states, query, key, value = draw(1, 1, wide), draw(narrow + 5, wide), draw(narrow, wide), draw(narrow, wide)
+    exact = states.double()
+    torch.full((1, 1, 3 * narrow + 5), float("nan"), device=DEVICE, dtype=dtype)  # freed for what follows
+    for actual, weight in zip(kernels_linear.project(states, query, key, value), (query, key, value), strict=True):
+        assert relative_rms(actual, exact @ weight.double().T) < RELATIVE_RMS[dtype]
+    expected = F.silu(exact @ key.double().T) * (exact @ value.double().T)
+    assert relative_rms(kernels_linear.gated(states, key, value), expected) < RELATIVE_RMS[dtype]
+    residual = draw(1, 2, narrow)[:, 1:]
+    expected = exact @ key.double().T + residual.double()
+    assert relative_rms(kernels_linear.add_product(states, key, residual), expected) < RELATIVE_RMS[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

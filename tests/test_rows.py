@@ -66,7 +66,11 @@ def test_documents():
     states = torch.arange(12.0).view(2, 1, 6, 1)
     gathered = rows.gather(states)
     assert [gathered[s, 0, :n, 0].tolist() for s, n in enumerate(rows.counts)] == [
-        [0, 1, 2], [3, 4], [5], [6], [7, 8, 9, 10, 11]
+        [0, 1, 2],
+        [3, 4],
+        [5],
+        [6],
+        [7, 8, 9, 10, 11],
     ]
     assert torch.equal(rows.scatter(gathered), states)
     flat = rows_of_batch(2, 6, cu_seq_lens=torch.tensor([0, 3, 5, 6, 7, 12], dtype=torch.int32))
