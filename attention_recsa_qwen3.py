@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+from transformers.utils import logging
 from transformers.utils.generic import maybe_autocast
 
 from .tree_recsa_qwen3 import Levels, TreeGeometry, accumulation_dtype
@@ -25,6 +26,8 @@ try:
     from .kernels_walk_recsa_qwen3 import TritonWalk, unsupported
 except Exception as error:
     _kernels_error = error
+
+logger = logging.get_logger(__name__)
 
 # Elements that one temporary of the reference may hold: few enough to stay in a CPU's cache, enough to fill a GPU.
 # `blocks` in benchmarks/bench_reference.json has the times that chose the CPU's value.
@@ -129,8 +132,8 @@ def recsa_attention(
         selection: chosen nodes per level as returned before, instead of choosing.
         return_selection: also returns the chosen nodes.
         return_weights: also returns the token-level matrix A; for short inputs.
-        backend: "reference", "triton", or "auto": at present the reference (our decision, until the kernels' figures
-            are in benchmarks/).
+        backend: "reference", "triton", or "auto": the kernels on a CUDA device, where they can do what is asked, else
+            the reference, with one notice a reason where there is such a device. [our decision]
         block_elements: most elements of one temporary; by device where `None`.
 
     Returns:
@@ -145,9 +148,14 @@ def recsa_attention(
     job = _Reference(query, levels, tuple(starts), tuple(counts), geometry, rope, scaling, dropout)
     job.block_elements = block_elements or _BLOCK_ELEMENTS.get(query.device.type, 1 << 22)
     job.given = selection
-    if backend == "triton":
-        _check_kernels(query, levels, geometry, dropout, return_weights)
-        job.kernels = TritonWalk(query, levels, job.starts, geometry, rope, scaling, selection)
+    if prefers_kernels(backend, query.device):
+        lack = _lack_of_kernels(query, levels, geometry, dropout, return_weights)
+        if lack is None:
+            job.kernels = TritonWalk(query, levels, job.starts, geometry, rope, scaling, selection)
+        elif backend == "triton":
+            raise ValueError(f"recsa_backend='triton': {lack}, or use 'auto' or 'reference' (PyTorch).")
+        elif job.has_sparse_queries():
+            logger.warning_once(f"recsa_backend='auto': runs the PyTorch reference; the Triton backend {lack}.")
     if return_weights:
         job.allocate_weights()
     dense = job.run_dense(dense_attention)
@@ -155,7 +163,7 @@ def recsa_attention(
         sparse = job.run_sparse(keep_selection=return_selection)
         if return_weights:
             job.weigh_values()
-    ran = [name for name, did in (("dense", dense), (backend if job.kernels else "reference", sparse)) if did]
+    ran = [name for name, did in (("dense", dense), ("triton" if job.kernels else "reference", sparse)) if did]
     return RecSAOutput(job.assemble(), job.chosen if return_selection else None, job.weights, "+".join(ran) or "dense")
 
 
@@ -170,16 +178,22 @@ def check_backend(backend: str) -> None:
         raise ValueError(f"recsa_backend={backend!r}: must be 'auto', 'triton' or 'reference'.")
 
 
-def _check_kernels(query, levels, geometry, dropout, return_weights) -> None:
-    reason = unsupported(query, geometry, query.shape[3])
+def prefers_kernels(backend: str, device: torch.device) -> bool:
+    """Whether this backend runs the kernels on this device where they can do what is asked."""
+    return backend == "triton" or (backend == "auto" and device.type == "cuda")
+
+
+def _lack_of_kernels(query, levels, geometry, dropout, return_weights) -> str | None:
+    """Why the kernels cannot run this call; `None` where they can."""
+    if _kernels_error is not None:
+        return f"cannot be used here ({type(_kernels_error).__name__}: {_kernels_error})"
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, *levels.keys, *levels.values)):
-        reason = "has no backward; run under torch.no_grad()"
-    elif dropout:
-        reason = "has no dropout; set attention_dropout to 0"
-    elif return_weights:
-        reason = "cannot return attention matrices (output_attentions)"
-    if reason is not None:
-        raise ValueError(f"recsa_backend='triton': {reason}, or use 'auto' or 'reference' (PyTorch).")
+        return "has no backward; run under torch.no_grad()"
+    if dropout:
+        return "has no dropout; set attention_dropout to 0"
+    if return_weights:
+        return "cannot return attention matrices (output_attentions)"
+    return unsupported(query, geometry, query.shape[3])
 
 
 class _Reference:
@@ -259,6 +273,12 @@ class _Reference:
         )
 
     # ---- sparse queries ----------------------------------------------------------------------------------------
+
+    def has_sparse_queries(self) -> bool:
+        return any(
+            count and not self.geometry.is_dense(start + count - 1)
+            for start, count in zip(self.starts, self.counts, strict=True)
+        )
 
     def run_sparse(self, keep_selection: bool) -> bool:
         """Queries with t + 1 > M, in blocks of equal depth."""

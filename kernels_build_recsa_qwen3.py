@@ -40,7 +40,7 @@ def _store_node(
         tl.store(OUT_KEYS + node + o_out, read.to(OUT_KEYS.dtype.element_ty), mask=o_out < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes"])
 def build_kernel(
     POOLED,
     VALUES,

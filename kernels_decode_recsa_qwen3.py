@@ -58,7 +58,7 @@ def _store_parts(
     tl.store(LSE + part + o_g, lse, mask=o_g < G)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["begin", "width", "span", "splits", "first_part", "all_parts"])
 def level_kernel(
     QUERY,
     KEY,
@@ -204,7 +204,7 @@ def level_kernel(
             tl.store(LSE + part + o_g, tl.full([GP], float("-inf"), tl.float32), mask=o_g < G)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def merge_parts_kernel(
     PARTS,
     LSE,

@@ -80,7 +80,7 @@ def project(states: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value:
         `[1, 1, H * D]`, `[1, 1, H_kv * D]` twice.
     """
     sizes = [len(query), len(key), len(value)]
-    output = states.new_empty(1, 1, sum(sizes))
+    output = torch.empty(1, 1, sum(sizes), dtype=states.dtype, device=states.device)
     blocks = sum(triton.cdiv(size, _ROWS) for size in sizes)
     project_kernel[(blocks,)](
         states.contiguous(), query, key, value, output, len(query), len(key), K=query.shape[1], BN=_ROWS, BK=_COLUMNS
@@ -90,7 +90,7 @@ def project(states: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value:
 
 def gated(states: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """SiLU(gate x) * (up x): `[1, 1, hidden]` and two weights `[inner, hidden]` to `[1, 1, inner]`."""
-    output = states.new_empty(1, 1, len(gate))
+    output = torch.empty(1, 1, len(gate), dtype=states.dtype, device=states.device)
     gate_kernel[(triton.cdiv(len(gate), _ROWS),)](
         states.contiguous(), gate, up, output, len(gate), K=gate.shape[1], BN=_ROWS, BK=_COLUMNS
     )

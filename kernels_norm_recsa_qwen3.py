@@ -5,7 +5,7 @@ import torch
 from .kernels_common_recsa_qwen3 import launching_on, tl, triton
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def rms_norm_kernel(INPUT, WEIGHT, OUTPUT, rows, eps, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr):
     o_row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     o_d = tl.arange(0, DP)

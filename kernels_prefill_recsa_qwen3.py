@@ -36,7 +36,7 @@ LARGE_SHARED_MEMORY = 160 * 1024
 # ---- rotations ------------------------------------------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["begin", "width", "span"])
 def rotate_queries_kernel(
     QUERY,
     ROTATED,
@@ -84,7 +84,7 @@ def rotate_queries_kernel(
     tl.store(target + HALF, second, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes"])
 def rotate_keys_kernel(
     KEY,
     ROTATED,
@@ -143,7 +143,7 @@ def _sum_of_heads(tile, BQ: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr):
     return tl.reshape(tl.sum(tile, 0), (BQ, BN))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["begin", "width", "nodes", "span"])
 def top_importance_kernel(
     QUERY,
     KEY,
@@ -209,7 +209,7 @@ def top_importance_kernel(
             )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["begin", "width", "nodes", "words", "span"])
 def top_output_kernel(
     QUERY,
     KEY,
@@ -299,7 +299,7 @@ def top_output_kernel(
 # ---- pairs sorted by parent -----------------------------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs", "parents"])
 def count_pairs_kernel(CHOSEN, COUNTS, PLACES, pairs, parents, BLOCK: tl.constexpr):
     """Counts the pairs of each parent `[S' * H_kv, parents]`; PLACES is each pair's place among its parent's.
 
@@ -313,7 +313,7 @@ def count_pairs_kernel(CHOSEN, COUNTS, PLACES, pairs, parents, BLOCK: tl.constex
     tl.store(PLACES + head * pairs + o_p, place, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs", "parents"])
 def sort_pairs_kernel(CHOSEN, ENDS, COUNTS, PLACES, SORTED, pairs, parents, BLOCK: tl.constexpr):
     """SORTED `[S' * H_kv, pairs]`: the pairs (query * K + slot), grouped by parent."""
     head = tl.program_id(1).to(tl.int64)
@@ -325,7 +325,7 @@ def sort_pairs_kernel(CHOSEN, ENDS, COUNTS, PLACES, SORTED, pairs, parents, BLOC
     tl.store(SORTED + head * pairs + first + place, o_p, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["words"])
 def mark_chosen_kernel(
     PARENTS, CHOSEN, MARKS, words, TOP: tl.constexpr, R: tl.constexpr, K: tl.constexpr, KP: tl.constexpr
 ):
@@ -355,7 +355,7 @@ def mark_chosen_kernel(
 # ---- gathered levels ------------------------------------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["begin", "width", "parents", "items", "children", "span"])
 def children_kernel(
     QUERY,
     KEY,
@@ -494,7 +494,7 @@ def children_kernel(
                 tl.store(where, logits, mask=real[:, None] & (o_o < R)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def merge_kernel(
     PARTS,
     PART_LSE,
@@ -715,6 +715,8 @@ class PrefillBlock:
         parts = part_lse = None
         if attend:
             parts, part_lse = self._empty(k, self.group, self.head_dim, dtype=values.dtype), self._empty(k, self.group)
+        # short vectors: fewer registers, so that five programs share a multiprocessor and hide each other's loads
+        limits: dict = dict(num_stages=2, maxnreg=96) if self.row_bytes <= 256 else dict(num_stages=1)
         children_kernel[(sort["items"], self.programs)](
             query, keys, values, logits, marks, parts, part_lse, *self.rope,
             *slot_tables(self.rope, geometry.branching, k, self.query.dtype), self.rows, self.starts, **sort,
@@ -724,6 +726,6 @@ class PrefillBlock:
             stride_vs=values.stride(0), stride_vh=values.stride(1), stride_vn=values.stride(2),
             **self.heads, GP=self.group_block, R=geometry.branching, RP=max(geometry.branching, 16), K=k,
             TOKENS=level == 0, SCORE=score, ATTEND=attend, STRIDE=self.rope[0].shape[1], **self.halves,
-            BP=self._queries(ROWS), ITEM=PAIRS_OF_PROGRAM, num_stages=3 if self.row_bytes <= 256 else 1,
+            BP=self._queries(ROWS), ITEM=PAIRS_OF_PROGRAM, **limits,
         )  # fmt: skip
         return parts, part_lse

@@ -52,7 +52,7 @@ def _free_bits(importance, free):
     return tl.where(free, tl.where(importance == importance, importance, 0.0).to(tl.int32, bitcast=True), -1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["begin", "width", "span"])
 def select_kernel(
     SOURCE,
     PARENTS,
@@ -170,6 +170,11 @@ def choose(
     block = triton.next_power_of_2(max(candidates, geometry.max_candidates))
     slots, group_block = triton.next_power_of_2(geometry.top_k), triton.next_power_of_2(group)
     run = 1 if from_logits or block // RUN < slots else RUN
+    # measured on an H200: few warps each where programs are many, else as many as have work
+    if from_logits:
+        warps = max(1, min(16, block * group_block // (2048 if width * sequences * kv_heads > 512 else 1024)))
+    else:
+        warps = max(min(2, block // 1024), block // 4096, 1)
     select_kernel[(width, sequences * kv_heads)](
         source,
         chosen if parents is None else parents,
@@ -193,5 +198,5 @@ def choose(
         N=block,
         RUN=run,
         LAST=triton.next_power_of_2(geometry.recent + 1),
-        num_warps=max(1, min(8, block * (group_block if from_logits else 1) // 1024)),
+        num_warps=warps,
     )

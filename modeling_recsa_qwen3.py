@@ -26,7 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 from transformers.utils import can_return_tuple, logging
 
-from .attention_recsa_qwen3 import check_backend, recsa_attention, rotary_tables
+from .attention_recsa_qwen3 import check_backend, prefers_kernels, recsa_attention, rotary_tables
 from .cache_recsa_qwen3 import RecSACache
 from .configuration_recsa_qwen3 import RecSAQwen3Config
 from .rows_recsa_qwen3 import Rows, rows_of_batch
@@ -44,7 +44,7 @@ try:  # named so that loaders copy them; attention_recsa_qwen3 remembers why the
     from .kernels_walk_recsa_qwen3 import TritonWalk, unsupported  # noqa: F401
     from .step_recsa_qwen3 import DecodingStep, PlainModules
 except Exception:
-    pass
+    unsupported = None  # type: ignore[assignment]
 
 logger = logging.get_logger(__name__)
 
@@ -56,7 +56,12 @@ CACHE_FIELD = (
 
 def runs_kernels(config: RecSAQwen3Config, states: torch.Tensor) -> bool:
     """Whether what surrounds the operator runs on kernels as well: asked for, and no gradient wanted."""
-    return config.recsa_backend == "triton" and not torch.is_grad_enabled() and unsupported(states) is None
+    return (
+        prefers_kernels(config.recsa_backend, states.device)
+        and unsupported is not None
+        and not torch.is_grad_enabled()
+        and unsupported(states) is None
+    )
 
 
 def eager_attention(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
@@ -421,13 +426,13 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
     def _takes_step(self, states, rows, cache, outputs, trace) -> bool:
         """Whether a new token a row may go through a `DecodingStep`; not where something asks to see inside."""
         return (
-            self.config.recsa_backend == "triton"
+            runs_kernels(self.config, states)
             and self.config.recsa_cuda_graph
             and cache is not None
             and bool(cache.get_seq_length())
             and rows.is_whole
             and rows.width == 1
-            and not (outputs or self.training or torch.is_grad_enabled() or trace is not None)
+            and not (outputs or self.training or trace is not None)
             and self.config.recsa_top_k is not None
             and self.config._attn_implementation == "sdpa"
             and states.dtype == cache.layers[0].dtype

@@ -5,6 +5,7 @@ padding or with several documents packed in one row is mapped to that form and b
 levels or selection.
 """
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -66,7 +67,7 @@ class Rows:
         rows.width = width
         return rows
 
-    @property
+    @functools.cached_property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each sequence after this forward."""
         return tuple(start + count for start, count in zip(self.starts, self.counts, strict=True))

@@ -5,6 +5,10 @@ Triton kernels, and never synchronises with the host. The model decides when to 
 layers run on kernels too, on the weights of the modules, which are known to be plain.
 """
 
+from itertools import chain, repeat
+from operator import contains, is_
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -25,15 +29,18 @@ class PlainModules:
 
     def __init__(self, model: nn.Module):
         modules = list(model.modules())
-        self._children = [(m._modules, name, child) for m in modules for name, child in m._modules.items()]
-        self._parameters = [
-            (m._parameters, name, p, p.data_ptr())
-            for m in modules
-            for name, p in m._parameters.items()
-            if p is not None
-        ]
+        self._members: list[dict[str, Any]] = [held for m in modules for held in (m._modules, m._parameters) if held]
+        self._objects = self._listed()
+        self._parameters = [member for member in self._objects if isinstance(member, torch.Tensor)]
+        self._addresses = self._addresses_now()
         self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self._attributes = [vars(m) for m in modules]
+
+    def _listed(self) -> list[Any]:
+        return list(chain.from_iterable(map(dict.values, self._members)))
+
+    def _addresses_now(self) -> list[int]:
+        return list(map(torch.Tensor.data_ptr, self._parameters))
 
     @staticmethod
     def are_all(model: nn.Module, types: set[type]) -> bool:
@@ -44,12 +51,14 @@ class PlainModules:
         )
 
     def unchanged(self) -> bool:
-        """Whether all is as it was; a fraction of the time that a walk over the modules takes."""
+        """Whether all is as it was. Asked at every token, so nothing here runs a line of Python per module."""
+        listed = self._listed()
         return (
-            all(held.get(name) is child for held, name, child in self._children)
+            len(listed) == len(self._objects)
+            and all(map(is_, listed, self._objects))
+            and self._addresses_now() == self._addresses
             and not any(self._hooks)
-            and not any("forward" in attributes for attributes in self._attributes)
-            and all(held.get(name) is p and p.data_ptr() == address for held, name, p, address in self._parameters)
+            and not any(map(contains, self._attributes, repeat("forward")))
         )
 
 
@@ -126,7 +135,7 @@ class DecodingStep:
             self.lengths.copy_(torch.tensor(lengths, dtype=torch.int32))
             self._known = list(lengths)
 
-    def run_layer(self, layer: nn.Module, states: torch.Tensor) -> torch.Tensor:
+    def run_layer(self, layer: Any, states: torch.Tensor) -> torch.Tensor:
         """A decoder layer of plain modules over one token, `[1, 1, hidden]`; where `runs_layers`."""
         attention, mlp = layer.self_attn, layer.mlp
         norm = layer.input_layernorm

@@ -111,6 +111,13 @@ def poison_empty_tensors(monkeypatch):
     monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
 
 
+@pytest.fixture(autouse=True)
+def full_float32_products(monkeypatch):
+    """TF32 would round the products that results are compared with."""
+    if torch.cuda.is_available():
+        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+
+
 @pytest.fixture
 def model():
     """A random TINY causal language model with random poolers."""

@@ -17,21 +17,13 @@ from recsa_qwen3 import (
     recsa_attention,
     recsa_trace,
 )
+from recsa_qwen3.modeling_recsa_qwen3 import CACHE_FIELD
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
 SMALL = ROOT / "models" / "small-dense"
-
-
-@pytest.fixture(autouse=True)
-def full_float32_products():
-    """TF32 would round the products that are compared with the CPU's."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
@@ -58,6 +50,7 @@ def test_the_operator_equals_float64_given_the_same_selection(dtype, length):
             sin.cuda().to(torch.promote_types(dtype, torch.float32)),
         ),
         return_selection=True,
+        backend="reference",
     )
     selections = [
         [
@@ -89,7 +82,7 @@ def test_the_operator_equals_float64_given_the_same_selection(dtype, length):
 
 def test_greedy_tokens_equal_the_cpu_and_survive_moves():
     """RC-06 (d), (e): a model on the CPU stays there beside a GPU; cpu -> cuda -> cpu gives the same tokens."""
-    model, ids = tiny_model(), random_ids(1, 5 * DENSE)
+    model, ids = tiny_model(recsa_backend="reference"), random_ids(1, 5 * DENSE)
 
     def tokens():
         output = model.generate(ids.to(model.device), max_new_tokens=2 * DENSE, do_sample=False, pad_token_id=0)
@@ -104,7 +97,7 @@ def test_greedy_tokens_equal_the_cpu_and_survive_moves():
 
 def test_chunks_decode_and_padding_equal_one_shot():
     """CA-07, CA-09, CA-10 on the device, float32: selections and logits."""
-    model = tiny_model().cuda()
+    model = tiny_model(recsa_backend="reference").cuda()
     length = 4 * DENSE + 5
     ids = random_ids(1, length).cuda()
     with torch.no_grad(), recsa_trace(model) as trace:
@@ -131,10 +124,14 @@ def test_chunks_decode_and_padding_equal_one_shot():
             assert torch.equal(nodes[0], in_batch[layer].selection[level][0, :, 9:])
 
 
+BACKENDS = pytest.mark.parametrize("backend", ["reference", "auto"])
+
+
+@BACKENDS
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_decodes_over_level_borders(dtype):
+def test_half_precision_decodes_over_level_borders(dtype, backend):
     """CA-09: no NaN and no constant tail where nodes of every level complete."""
-    model = tiny_model().to("cuda", dtype)
+    model = tiny_model(recsa_backend=backend).to("cuda", dtype)
     border = DENSE * model.config.recsa_branching
     output = model.generate(
         random_ids(1, border - 3).cuda(),
@@ -149,9 +146,10 @@ def test_half_precision_decodes_over_level_borders(dtype):
     assert len(set(output.sequences[0, -20:].tolist())) > 1
 
 
-def test_peak_memory_of_prefill_grows_no_faster_than_the_prompt():
+@BACKENDS
+def test_peak_memory_of_prefill_grows_no_faster_than_the_prompt(backend):
     """LP-02 on the device: nothing of size N x N."""
-    model = tiny_model(recsa_top_k=8, recsa_top_capacity=64).cuda()
+    model = tiny_model(recsa_top_k=8, recsa_top_capacity=64, recsa_backend=backend).cuda()
 
     def peak(length):
         torch.cuda.synchronize()
@@ -178,11 +176,26 @@ def test_the_small_checkpoint_equals_stock_qwen3_in_the_dense_range(implementati
     assert ours.last_backend == "dense"
 
 
-def test_a_cache_can_leave_the_device_and_come_back():
-    model = tiny_model().cuda()
+@BACKENDS
+def test_a_cache_can_leave_the_device_and_come_back(backend):
+    model = tiny_model(recsa_backend=backend).cuda()
     ids = random_ids(1, 5 * DENSE).cuda()
     with torch.no_grad():
         cache = model(ids[:, :-1], use_cache=True, cache=RecSACache(model.config)).to_tuple()[1]
         expected = model(ids[:, -1:], cache=copy.deepcopy(cache)).logits
         moved = copy.deepcopy(cache).move_to("cpu").move_to("cuda")
         assert torch.equal(model(ids[:, -1:], cache=moved).logits, expected)
+
+
+def test_what_runs_by_default():
+    """Kernels and a captured step without being asked; the reference, with a gradient, where they cannot."""
+    model, ids = tiny_model().cuda(), random_ids(1, 5 * DENSE).cuda()
+    cache = RecSACache(model.config)
+    model.generate(ids, max_new_tokens=6, do_sample=True, pad_token_id=0, **{CACHE_FIELD: cache})
+    assert "triton" in model.last_backend and cache.step.graph is not None
+    model(ids).logits.sum().backward()
+    assert "reference" in model.last_backend and model.model.layers[0].self_attn.pooler.proj.grad.norm() > 0
+    model.double()
+    with torch.no_grad():
+        model(ids)
+    assert "reference" in model.last_backend

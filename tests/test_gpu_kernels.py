@@ -46,15 +46,6 @@ FAR = DEFAULT.first_position(2)
 GAP = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 
 
-@pytest.fixture(autouse=True)
-def full_float32_products():
-    """TF32 would round the products of the reference and of the models."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
-
-
 # ---- operands and judges --------------------------------------------------------------------------------------------
 
 

@@ -220,14 +220,13 @@ def test_rms_norm(dtype, shape):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("wide", "narrow"), [(33, 7), (2560, 129)])
 def test_linear_layers_of_one_token(dtype, wide, narrow):
-    """Against float64; sizes that fill no block, a residual that is a view, output memory that held NaN."""
+    """Against float64; sizes that fill no block, a residual that is a view."""
 
     def draw(*shape):
         return torch.randn(shape).to(DEVICE, dtype)
 
     states, query, key, value = draw(1, 1, wide), draw(narrow + 5, wide), draw(narrow, wide), draw(narrow, wide)
     exact = states.double()
-    torch.full((1, 1, 3 * narrow + 5), float("nan"), device=DEVICE, dtype=dtype)  # freed for what follows
     for actual, weight in zip(kernels_linear.project(states, query, key, value), (query, key, value), strict=True):
         assert relative_rms(actual, exact @ weight.double().T) < RELATIVE_RMS[dtype]
     expected = F.silu(exact @ key.double().T) * (exact @ value.double().T)
@@ -278,12 +277,17 @@ def stepping_model(**changes):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_steps_equal_the_walk(dtype):
-    """One row across M, the other across M r, so of different depth; the cache grows on the way."""
+@pytest.mark.parametrize("rows", [2, 1])
+def test_steps_equal_the_walk(rows, dtype):
+    """One row across M, the other across M r, so of different depth; the cache grows on the way.
+
+    A row alone takes its linear layers through kernels as well.
+    """
     model, width = stepping_model().to(dtype), 68
     atol = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 2e-1}[dtype]
     ids = random_ids(2, width).to(DEVICE)
     mask = (torch.arange(width, device=DEVICE) >= torch.tensor([50, 0], device=DEVICE)[:, None]).long()
+    ids, mask = ids[-rows:], mask[-rows:]
     caches, first, logits = [RecSACache(model.config) for _ in range(2)], 62, []
     with torch.no_grad():
         for cache in caches:
@@ -294,6 +298,7 @@ def test_steps_equal_the_walk(dtype):
                 model.config.recsa_cuda_graph = step
                 outputs.append(model(ids[:, end - 1 : end], mask[:, :end], cache=cache).logits)
                 assert (cache.step is not None) == step
+                assert not step or cache.step.runs_layers == (rows == 1)
                 assert (model.last_backend == "triton") or not step
             logits.append(torch.cat(outputs))
     assert_most_agree(*torch.stack(logits, 1).chunk(2), atol)
@@ -424,6 +429,38 @@ def test_what_the_kernels_lack_is_refused_by_name(what, message):
     options = dict(dropout=0.1 if what == "dropout" else 0.0, return_weights=what == "weights")
     with pytest.raises(ValueError, match=f"recsa_backend='triton': .*{message}"):
         case.run(backend="triton", **options)
+
+
+def test_auto_runs_the_kernels_on_a_gpu_alone():
+    case = on_device(make_case((70,), (3,), dtype=torch.float32))
+    with torch.no_grad():
+        assert case.run(backend="auto").backend == ("triton" if DEVICE == "cuda" else "reference")
+        assert case.run(backend="reference").backend == "reference"
+
+
+@pytest.mark.parametrize("what", ["gradient", "dropout", "weights", "dtype", "nothing", "broken triton"])
+def test_auto_gives_notice_where_the_kernels_cannot(what, monkeypatch):
+    """On a device with kernels: the reference, and one sentence that names the reason; none for dense queries."""
+    notices: list[str] = []
+    monkeypatch.setattr(attention_recsa_qwen3, "prefers_kernels", lambda backend, device: backend != "reference")
+    monkeypatch.setattr(attention_recsa_qwen3.logger, "warning_once", notices.append)
+    if what == "broken triton":
+        monkeypatch.setattr(attention_recsa_qwen3, "_kernels_error", ImportError("no ptxas"))
+    dtype = torch.float64 if what == "dtype" else torch.float32
+    case, short = (on_device(make_case((start,), (3,), dtype=dtype)) for start in (70, 2))
+    options = dict(dropout=0.1 if what == "dropout" else 0.0, return_weights=what == "weights", backend="auto")
+    for one in (case, short):
+        one.query.requires_grad_(what == "gradient")
+    with torch.set_grad_enabled(what == "gradient"):
+        expected = case.run(**{**options, "backend": "reference", "dropout": 0.0}).output
+        assert short.run(**options).backend == "dense" and not notices
+        result = case.run(**options)
+    assert result.backend == ("triton" if what == "nothing" else "reference")
+    names = {"gradient": "backward", "weights": "matrices", "dtype": "float64", "broken triton": "no ptxas"}
+    assert len(notices) == (what != "nothing")
+    assert not notices or ("recsa_backend='auto'" in notices[0] and names.get(what, what) in notices[0])
+    if what != "dropout":
+        assert relative_rms(result.output, expected) < RELATIVE_RMS[dtype]
 
 
 def test_no_gpu_is_refused_by_name(monkeypatch):

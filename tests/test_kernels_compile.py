@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import subprocess
 import sys
 
@@ -10,6 +11,14 @@ import pytest
 from conftest import ROOT
 
 pytest.importorskip("recsa_qwen3.kernels_walk_recsa_qwen3")
+
+
+def compile_kernels(*arguments) -> dict:
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, ROOT / "tests" / "compile_kernels.py", *map(str, arguments)]
+    run = subprocess.run(command, capture_output=True, text=True, env=env, timeout=600)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads(run.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize(
@@ -21,10 +30,14 @@ pytest.importorskip("recsa_qwen3.kernels_walk_recsa_qwen3")
     ],
 )
 def test_every_kernel_compiles_and_fits(capability, dtype, shape):
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, ROOT / "tests" / "compile_kernels.py", str(capability), dtype, shape]
-    run = subprocess.run(command, capture_output=True, text=True, env=env, timeout=600)
-    assert run.returncode == 0, run.stderr[-3000:]
-    shared = json.loads(run.stdout.splitlines()[-1])
+    shared = compile_kernels(capability, dtype, shape)
     assert {"children_kernel", "level_kernel", "select_kernel", "append_kernel", "build_kernel"} <= set(shared)
     assert max(max(sizes) for sizes in shared.values()) <= 99 * 1024, shared
+
+
+def test_nothing_is_compiled_anew_as_prompts_grow():
+    """TK-04: variants stay few over prompts of any length, up to depth 2."""
+    shape = "16,32,1024,4,2,64"
+    lengths = [random.randrange(1025, 16**2 * 1024) for _ in range(30)]
+    variants = compile_kernels(90, "bfloat16", shape, *lengths)
+    assert max(variants.values()) <= 4 and sum(variants.values()) <= 30, variants
