@@ -169,12 +169,16 @@ def strided(tensor: torch.Tensor, how: str) -> torch.Tensor:
     if how == "transposed":
         return tensor.transpose(1, 2).contiguous().transpose(1, 2)
     if how == "columns":
-        buffer = torch.full((*tensor.shape[:3], tensor.shape[3] + 5), float("nan"), dtype=tensor.dtype)
+        buffer = torch.full(
+            (*tensor.shape[:3], tensor.shape[3] + 5), float("nan"), dtype=tensor.dtype, device=tensor.device
+        )
         view = buffer[..., 2:-3]
     elif how == "strided":
         shape = (tensor.shape[0], tensor.shape[1], 2 * tensor.shape[2], tensor.shape[3])
-        view = torch.full(shape, float("nan"), dtype=tensor.dtype)[:, :, ::2]
+        view = torch.full(shape, float("nan"), dtype=tensor.dtype, device=tensor.device)[:, :, ::2]
     else:
         shape = (tensor.shape[0] + 1, tensor.shape[1] + 1, tensor.shape[2] + 7, tensor.shape[3])
-        view = torch.full(shape, float("nan"), dtype=tensor.dtype)[1:, :-1, 3 : 3 + tensor.shape[2]]
+        view = torch.full(shape, float("nan"), dtype=tensor.dtype, device=tensor.device)[
+            1:, :-1, 3 : 3 + tensor.shape[2]
+        ]
     return view.copy_(tensor)

@@ -1,6 +1,6 @@
 """The Triton kernels against the float64 oracle and the reference; on a GPU where there is one, else interpreted.
 
-The interpreter takes milliseconds a program, so sizes are small here; tests/test_gpu.py has large ones.
+The interpreter takes milliseconds a program, so sizes are small here; tests/test_gpu_kernels.py has large ones.
 """
 
 import copy
@@ -115,7 +115,7 @@ def test_decoding_and_prefill_choose_alike(dtype):
         outputs.append(result.output)
         for level, nodes in result.selection.items():
             assert torch.equal(nodes, together.selection[level][:, :, begin : begin + 3])
-    assert relative_rms(torch.cat(outputs, 2), together.output) < RELATIVE_RMS[dtype] / 10
+    assert relative_rms(torch.cat(outputs, 2), together.output) < RELATIVE_RMS[dtype] / 2
 
 
 @pytest.mark.parametrize("path", PATHS)
