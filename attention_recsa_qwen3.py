@@ -193,6 +193,9 @@ def _lack_of_kernels(query, levels, geometry, dropout, return_weights) -> str | 
         return "has no dropout; set attention_dropout to 0"
     if return_weights:
         return "cannot return attention matrices (output_attentions)"
+    dtypes = {tensor.dtype for tensor in (query, *levels.keys, *levels.values)}
+    if len(dtypes) > 1:
+        return f"needs queries, keys and values of one dtype, not {', '.join(sorted(map(str, dtypes)))}"
     return unsupported(query, geometry, query.shape[3])
 
 

@@ -48,6 +48,7 @@ class RecSAQwen3Config(Qwen3Config):
             M tokens attention is exactly dense. `None` means k * r. [our decision]
         recsa_count_bias (`bool`, defaults to `False`): adds l * ln(r) to the logits of level l. [our decision: off]
         recsa_backend (`str`, defaults to `"auto"`): `"auto"`, `"triton"` or `"reference"`; which implementation runs.
+            "auto" takes the Triton kernels on a CUDA GPU where they can do what is asked.
         recsa_prefill_chunk (`int`, defaults to 4096): tokens per chunk when a long prompt fills a cache without
             gradients; bounds activations and never changes results beyond rounding. [our decision]
         recsa_cuda_graph (`bool`, defaults to `True`): with the Triton kernels on a GPU, a decoding step of one token a

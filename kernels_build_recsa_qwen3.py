@@ -145,11 +145,15 @@ def build_nodes_by_kernel(pooler: RecSAPooler, pooled: torch.Tensor, values: tor
     if nodes:
         with launching_on(pooled.device):
             build_kernel[(nodes, sequences * kv_heads)](
-                pooled, values, parents, keys, means, *pooler.parameters_of_heads(kv_heads), nodes,
+                pooled, values, parents, keys, means, *_contiguous(pooler, kv_heads), nodes,
                 *pooled.stride()[:3], *values.stride()[:3],
                 KV_HEADS=kv_heads, R=branching, D=head_dim, DP=triton.next_power_of_2(head_dim), BLOCK=32,
             )  # fmt: skip
     return Nodes(parents, keys, means)
+
+
+def _contiguous(pooler: RecSAPooler, kv_heads: int) -> list[torch.Tensor]:
+    return [parameter.contiguous() for parameter in pooler.parameters_of_heads(kv_heads)]
 
 
 def append_tokens(
@@ -173,7 +177,7 @@ def append_tokens(
     batch, kv_heads, _, head_dim = key.shape
     append_kernel[(batch * kv_heads,)](
         key, value, keys, values, pooled, tuple(tensor.shape[2] for tensor in keys), lengths,
-        *pooler.parameters_of_heads(kv_heads), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+        *_contiguous(pooler, kv_heads), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
         KV_HEADS=kv_heads, LEVELS=len(keys), R=pooler.slot_bias.shape[0], D=head_dim,
         DP=triton.next_power_of_2(head_dim), BLOCK=32,
     )  # fmt: skip

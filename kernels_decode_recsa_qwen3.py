@@ -41,7 +41,7 @@ def _store_parts(
     `weights` `[SLOTS * GP, BN]` and `highest` `[GP]`: a head's row of each slot, which are summed.
     """
     total = tl.sum(tl.reshape(tl.sum(weights, 1), (SLOTS, GP)), 0)
-    some = total > 0
+    some = total != 0  # a total that is not a number counts, and shows in the output
     inverse = tl.where(some, 1.0 / tl.where(some, total, 1.0), 0.0)
     weights = weights.to(value_first.dtype)
     first = tl.dot(weights, value_first, input_precision="ieee")

@@ -35,6 +35,6 @@ def rms_norm(states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Te
     rows, block = states.numel() // width, max(2048 // padded, 1)
     with launching_on(states.device):
         rms_norm_kernel[(triton.cdiv(rows, block),)](
-            states, weight, output, rows, eps, D=width, DP=padded, BLOCK=block
+            states, weight.contiguous(), output, rows, eps, D=width, DP=padded, BLOCK=block
         )
     return output

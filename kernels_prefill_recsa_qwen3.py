@@ -284,7 +284,7 @@ def top_output_kernel(
             output_second = tl.dot(weights, value_second, output_second * decay[:, None], input_precision="ieee")
             highest = higher
 
-    some = total > 0
+    some = total != 0
     inverse = tl.where(some, 1.0 / tl.where(some, total, 1.0), 0.0)
     o_d = tl.arange(0, HP)
     inside = m_row[:, None] & (o_d < HALF)[None, :]

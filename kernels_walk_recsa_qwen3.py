@@ -1,9 +1,12 @@
 """The sparse walk by Triton kernels: what they support, and which of them a block of queries takes."""
 
+import functools
+
 import torch
 
 from .kernels_common_recsa_qwen3 import interpreted, launching_on
 from .kernels_decode_recsa_qwen3 import decode_block
+from .kernels_norm_recsa_qwen3 import rms_norm
 from .kernels_prefill_recsa_qwen3 import PrefillBlock
 from .tree_recsa_qwen3 import Levels, TreeGeometry
 
@@ -17,6 +20,8 @@ def unsupported(states: torch.Tensor, geometry: TreeGeometry | None = None, head
     """Why the kernels cannot run on the device and dtype of `states`, with this tree; `None` where they can."""
     if states.device.type != "cuda" and not interpreted():
         return f"needs a CUDA device, the tensors are on {states.device.type!r}"
+    if states.device.type == "cuda" and (lack := _lack_of_device(states.device)) is not None:
+        return lack
     if states.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"supports float16, bfloat16 and float32, not {states.dtype}"
     if states.dtype == torch.bfloat16 and interpreted():
@@ -29,6 +34,21 @@ def unsupported(states: torch.Tensor, geometry: TreeGeometry | None = None, head
         return f"supports a recsa_top_capacity up to 16,384, not {geometry.top_capacity}"
     if head_dim > 256 or head_dim % 2:
         return f"supports even head_dim up to 256, not {head_dim}"
+    return None
+
+
+@functools.cache
+def _lack_of_device(device: torch.device) -> str | None:
+    """Why kernels cannot be compiled for a CUDA device and launched on it; tried once, on a small one."""
+    if torch.version.hip is not None:
+        return "needs an NVIDIA GPU"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "needs a GPU of compute capability 8.0 or newer"
+    try:
+        states = torch.ones(1, 16, device=device)
+        rms_norm(states, states[0], 1e-6)
+    except Exception as error:  # no compiler, a driver that is too old
+        return f"cannot be used here ({type(error).__name__}: {error})"
     return None
 
 

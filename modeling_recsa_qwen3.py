@@ -54,10 +54,18 @@ CACHE_FIELD = (
 )
 
 
-def runs_kernels(config: RecSAQwen3Config, states: torch.Tensor) -> bool:
+def backend_of(module: nn.Module, config: RecSAQwen3Config) -> str:
+    """The backend that a module asks for: in training, "auto" is the reference.
+
+    Reentrant checkpointing computes a first forward without gradients and a second with them; both must choose alike.
+    """
+    return "reference" if module.training and config.recsa_backend == "auto" else config.recsa_backend
+
+
+def runs_kernels(module: nn.Module, config: RecSAQwen3Config, states: torch.Tensor) -> bool:
     """Whether what surrounds the operator runs on kernels as well: asked for, and no gradient wanted."""
     return (
-        prefers_kernels(config.recsa_backend, states.device)
+        prefers_kernels(backend_of(module, config), states.device)
         and unsupported is not None
         and not torch.is_grad_enabled()
         and unsupported(states) is None
@@ -169,7 +177,7 @@ class RecSAQwen3Attention(nn.Module):
         depth = geometry.depth(max(longest - 1, 0))
         if cache is not None:
             # hooks bring in a pooler's parameters for the length of its forward
-            by_kernel = runs_kernels(self.config, key) and not (
+            by_kernel = runs_kernels(self, self.config, key) and not (
                 self.pooler._forward_pre_hooks or "forward" in vars(self.pooler)
             )
             build = build_nodes_by_kernel if by_kernel else None
@@ -189,7 +197,7 @@ class RecSAQwen3Attention(nn.Module):
             dropout=self.attention_dropout if self.training else 0.0,
             return_selection=self.trace is not None,
             return_weights=output_attentions,
-            backend=self.config.recsa_backend,
+            backend=backend_of(self, self.config),
         )
         self.last_backend = result.backend
         if self.trace is not None:
@@ -236,7 +244,7 @@ class RecSAQwen3RMSNorm(Qwen3RMSNorm):
         self.config = config
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        if runs_kernels(self.config, hidden_states) and hidden_states.dtype == self.weight.dtype:
+        if runs_kernels(self, self.config, hidden_states) and hidden_states.dtype == self.weight.dtype:
             return rms_norm(hidden_states, self.weight, self.variance_epsilon)
         return super().forward(hidden_states)
 
@@ -426,7 +434,7 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
     def _takes_step(self, states, rows, cache, outputs, trace) -> bool:
         """Whether a new token a row may go through a `DecodingStep`; not where something asks to see inside."""
         return (
-            runs_kernels(self.config, states)
+            runs_kernels(self, self.config, states)
             and self.config.recsa_cuda_graph
             and cache is not None
             and bool(cache.get_seq_length())
@@ -469,9 +477,16 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
             else:
                 if step.graph is None:
                     step.capture(run, states.clone())
-                states = step.replay(states)
-        for layer in cache.layers:
-            layer.history.append(rows, 1)
+                stepped = step.replay(states)
+                if not step.still_right():
+                    cache.step = None
+                    return self._step(states, rows, cache)
+                states = stepped
+        for cached in cache.layers:
+            cached.history.append(rows, 1)
+        layer: Any
+        for layer in self.layers[: self.config.num_hidden_layers]:
+            layer.self_attn.last_backend = "triton"  # also where a graph ran
         self.backends = {"triton"}
         return states
 
@@ -522,7 +537,7 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
 
 
 # What a captured step may consist of: an adapter or a quantised layer may do something else at each call.
-_STEP_MODULES = {
+_STEP_TYPES: tuple[Any, ...] = (
     RecSAQwen3Model,
     RecSAQwen3DecoderLayer,
     RecSAQwen3Attention,
@@ -533,7 +548,8 @@ _STEP_MODULES = {
     nn.Linear,
     nn.Embedding,
     type(ACT2FN["silu"]),
-}
+)
+_STEP_MODULES = {kind: kind.forward for kind in _STEP_TYPES}  # as they are here: a class can be patched, too
 
 
 class RecSAQwen3ForCausalLM(RecSAQwen3PreTrainedModel, GenerationMixin):

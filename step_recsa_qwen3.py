@@ -6,11 +6,12 @@ layers run on kernels too, on the weights of the modules, which are known to be 
 """
 
 from itertools import chain, repeat
-from operator import contains, is_
+from operator import is_
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from .cache_recsa_qwen3 import RecSACache
 from .kernels_build_recsa_qwen3 import append_tokens
@@ -27,14 +28,23 @@ class PlainModules:
     each call; a moved model has its parameters elsewhere.
     """
 
+    # What else of a module its forward depends on: an own forward, the scale of the logits, the norms' addition.
+    _READ = ("forward", "scaling", "variance_epsilon")
+
     def __init__(self, model: nn.Module):
-        modules = list(model.modules())
-        self._members: list[dict[str, Any]] = [held for m in modules for held in (m._modules, m._parameters) if held]
+        self._modules = list(model.modules())
+        self._types: list[Any] = list(map(type, self._modules))
+        self._forwards = {kind: kind.forward for kind in set(self._types)}
+        self._members: list[dict[str, Any]] = [
+            held for m in self._modules for held in (m._modules, m._parameters) if held
+        ]
         self._objects = self._listed()
         self._parameters = [member for member in self._objects if isinstance(member, torch.Tensor)]
-        self._addresses = self._addresses_now()
-        self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
-        self._attributes = [vars(m) for m in modules]
+        self._addresses, self._layouts = self._addresses_now(), self._layouts_now()
+        self._hooks = [hooks for m in self._modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+        self._hooks += [_global_forward_hooks, _global_forward_pre_hooks]
+        self._attributes = [vars(m) for m in self._modules]
+        self._read = self._read_now()
 
     def _listed(self) -> list[Any]:
         return list(chain.from_iterable(map(dict.values, self._members)))
@@ -42,13 +52,26 @@ class PlainModules:
     def _addresses_now(self) -> list[int]:
         return list(map(torch.Tensor.data_ptr, self._parameters))
 
+    def _layouts_now(self) -> list[list[Any]]:
+        return [list(map(read, self._parameters)) for read in (torch.Tensor.size, torch.Tensor.stride)]
+
+    def _read_now(self) -> list[list[Any]]:
+        return [list(map(dict.get, self._attributes, repeat(name))) for name in self._READ]
+
     @staticmethod
-    def are_all(model: nn.Module, types: set[type]) -> bool:
-        """Whether the model consists of these types alone, without hooks or patched methods."""
-        return all(
-            type(m) in types and not (m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m))
+    def are_all(model: nn.Module, forwards: dict[type, Any]) -> bool:
+        """Whether the model consists of these types alone, with these forwards, plain parameters and no hooks."""
+        return not (_global_forward_hooks or _global_forward_pre_hooks) and all(
+            type(m) in forwards
+            and type(m).forward is forwards[type(m)]
+            and not (m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m))
+            and all(type(p) in (nn.Parameter, torch.Tensor, type(None)) for p in m._parameters.values())
             for m in model.modules()
         )
+
+    def in_place(self) -> bool:
+        """Whether all parameters lie where they lay, so that a captured graph reads memory that is still theirs."""
+        return self._addresses_now() == self._addresses
 
     def unchanged(self) -> bool:
         """Whether all is as it was. Asked at every token, so nothing here runs a line of Python per module."""
@@ -56,9 +79,12 @@ class PlainModules:
         return (
             len(listed) == len(self._objects)
             and all(map(is_, listed, self._objects))
-            and self._addresses_now() == self._addresses
+            and self.in_place()
+            and self._layouts_now() == self._layouts
             and not any(self._hooks)
-            and not any(map(contains, self._attributes, repeat("forward")))
+            and self._read_now() == self._read
+            and list(map(type, self._modules)) == self._types
+            and all(kind.forward is forward for kind, forward in self._forwards.items())
         )
 
 
@@ -111,7 +137,11 @@ class DecodingStep:
     def fits(
         self, model: nn.Module, cache: RecSACache, geometry: TreeGeometry, rope: tuple[torch.Tensor, torch.Tensor]
     ) -> bool:
-        """Whether model, tree, tables and storage are what this step knows, and no row reads more than it allows."""
+        """Whether model, tree, tables and storage are what this step knows, and no row reads more than it allows.
+
+        What the modules of a captured step have become is asked of `still_right` after the replay, while the device
+        computes.
+        """
         return (
             model is self._model
             and geometry == self.geometry
@@ -121,8 +151,15 @@ class DecodingStep:
             and (torch.is_inference_mode_enabled() or not self.lengths.is_inference())
             and self._candidates_of(cache, geometry) == self.candidates
             and self._versions == self._versions_of(cache)
-            and self._modules.unchanged()
+            and (self._modules.in_place() if self.graph is not None else self._modules.unchanged())
         )
+
+    def still_right(self) -> bool:
+        """Whether the model's forward is what was captured; else the result of the replay must be thrown away.
+
+        What it stored is then stored again: the host's lengths, which do not count it yet, decide.
+        """
+        return self._modules.unchanged()
 
     @staticmethod
     def _versions_of(cache: RecSACache) -> list[tuple[int, int]]:

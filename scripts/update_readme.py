@@ -69,7 +69,97 @@ def bench_reference() -> str:
     )
 
 
-TABLES: dict[str, Callable[[], str]] = {"train_small": train_small, "bench_reference": bench_reference}
+def bench_inference() -> str:
+    """Prefill and decode against the fastest dense attention, by geometry and length."""
+    report = load("bench_inference")
+    rows = []
+    for line in report["ratios"]:
+        geometry = ", ".join(str(number) for number in line["geometry"].values())
+        row = [geometry, f"{line['length']:,}"]
+        for what, unit, digits in (("prefill", "s", 1), ("decode", "ms", 2)):
+            ours, dense, ratio = (line[f"{what}_{name}"] for name in (f"recsa_{unit}", f"dense_{unit}", "ratio"))
+            scaled = "" if line[f"{what}_dense_how"] == "measured" else "~ "
+            row += (
+                [f"{ours:.{digits}f} {unit}", f"{scaled}{dense:.{digits}f} {unit}", f"{ratio:.2f} ×"]
+                if ratio
+                else ["–"] * 3
+            )
+        rows.append(row)
+    header = ["r, k, M", "tokens", "prefill", "dense", "", "decode step", "dense", ""]
+    extra = []
+    for entry in report["recsa"]:
+        geometry = ", ".join(str(number) for number in entry["geometry"].values())
+        steps, prefill = entry["decode"]["at"], entry["prefill"]
+        ratios = [f"{row['generate_over_step']:.2f} at {row['length']:,}" for row in sorted(steps, key=_length)]
+        last = max(steps, key=_length)
+        extra.append(
+            f"* {geometry}: the longest prefill's peak memory above weights ({prefill['weights_gib']:.1f} GiB) and "
+            f"cache ({prefill['cache_gib']:.1f} GiB) was {prefill['peak_above_gib']:.1f} GiB. `generate()` took "
+            f"{last['generate_ms_per_token']:.2f} ms per token at {last['length']:,}; per token over a bare step: "
+            f"{', '.join(ratios)}.\n"
+        )
+    return table(header, rows) + "\n" + "".join(extra) + "\n" + _source_of_inference(report)
+
+
+def bench_inference_m2048() -> str:
+    """The same with a narrower top level, RecSA alone."""
+    report = load("bench_inference_m2048")
+    rows = [
+        [
+            ", ".join(str(number) for number in line["geometry"].values()),
+            f"{line['length']:,}",
+            f"{line['prefill_recsa_s']:.1f} s" if line["prefill_recsa_s"] else "–",
+            f"{line['decode_recsa_ms']:.2f} ms" if line["decode_recsa_ms"] else "–",
+        ]
+        for line in report["ratios"]
+    ]
+    return table(["r, k, M", "tokens", "prefill", "decode step"], rows) + "\n" + _source_of_inference(report)
+
+
+def bench_kernels() -> str:
+    """Where the time of one layer's chunk goes."""
+    report = load("bench_inference")
+    groups = {
+        "gathered levels: score, accumulate": ("children_kernel",),
+        "merge of partial outputs": ("merge_kernel",),
+        "selection": ("select_kernel", "mark_chosen"),
+        "top level": ("top_", "rotate_keys"),
+        "pairs sorted by parent": ("count_pairs", "sort_pairs", "tensor_kernel_scan", "searchsorted"),
+        "matrix products": ("nvjet", "gemm", "cublas"),
+    }
+    columns: list[str] = []
+    sums: dict[str, list[str]] = {name: [] for name in [*groups, "the rest", "sum"]}
+    for entry in report["recsa"]:
+        for at in entry["kernels"]["at"]:
+            columns.append(f"{entry['geometry']['r']}, {entry['geometry']['k']} at {at['length']:,}")
+            prefill, chunks = at["prefill"], entry["kernels"]["chunks"]
+            spent = dict.fromkeys(sums, 0.0)
+            for kernel in prefill["kernels"]:
+                group = next((g for g, parts in groups.items() if any(part in kernel["name"] for part in parts)), None)
+                spent[group or "the rest"] += kernel["ms"] / chunks
+            spent["sum"] = prefill["cuda_ms"] / chunks
+            spent["the rest"] = spent["sum"] - sum(spent[name] for name in groups)
+            for name, ms in spent.items():
+                sums[name].append(f"{ms:.2f}")
+    return table(["ms", *columns], [[name, *cells] for name, cells in sums.items()])
+
+
+def _length(row: dict[str, Any]) -> int:
+    return row["length"]
+
+
+def _source_of_inference(report: dict[str, Any]) -> str:
+    return (
+        f"{report['device']}, {report['dtype'].removeprefix('torch.')}, Qwen3-4B's shape with random weights, batch 1,"
+        f" chunks of {report['sizes']['chunk']:,}; torch {report['torch']}, triton {report['triton']}, transformers "
+        f"{report['transformers']}; `{report['command']}`.\n"
+    )
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    function.__name__: function
+    for function in (train_small, bench_reference, bench_inference, bench_inference_m2048, bench_kernels)
+}
 
 
 def main() -> int:

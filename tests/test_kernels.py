@@ -8,11 +8,11 @@ import copy
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 
 from conftest import DENSE, RELATIVE_RMS, random_ids, relative_rms, tiny_model
 from operands import Case, check_case, importance_gap, make_case, recorded_walks, selections_of, strided
-from recsa_qwen3 import Levels, RecSACache, RecSAPooler, attention_recsa_qwen3, recsa_trace
+from recsa_qwen3 import Levels, RecSACache, RecSAPooler, attention_recsa_qwen3, modeling_recsa_qwen3, recsa_trace
 from recsa_qwen3.tree_recsa_qwen3 import Nodes, build_nodes
 
 kernels_walk = pytest.importorskip("recsa_qwen3.kernels_walk_recsa_qwen3")
@@ -164,6 +164,17 @@ def test_keys_and_values_past_a_row_end_are_not_read(path):
             for row, length in enumerate(case.lengths):
                 tensor[row, :, length // case.geometry.branching**level :] = float("nan")
     assert torch.equal(case.run(levels=levels, backend="triton").output, expected)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_nan_keys_give_nan(path):
+    """A key that is not a number shows in every query that reads it, as in the reference."""
+    case = on_device(make_case((75,), (PATHS[path],), r=4, k=3, M=24, heads=2, kv_heads=1, dtype=torch.float32))
+    levels = case.levels()
+    levels.keys[0][0, 0, 74] = float("nan")  # the token before the first query: read by all in its parent
+    expected = case.run(levels=levels, backend="reference").output.isnan()
+    actual = case.run(levels=levels, backend="triton").output.isnan()
+    assert torch.equal(actual, expected) and expected.any()
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -343,6 +354,89 @@ def test_a_step_is_made_anew_where_its_ground_moves():
         assert step() is None
 
 
+def edit_slice(layer):
+    """The same addresses, other shapes."""
+    mlp, half = layer.mlp, layer.mlp.gate_proj.weight.shape[0] // 2
+    for linear in (mlp.gate_proj, mlp.up_proj):
+        linear.weight.data = linear.weight.data[:half]
+    mlp.down_proj.weight.data = mlp.down_proj.weight.data[:, :half]
+
+
+def edit_transpose(layer):
+    weight = layer.self_attn.o_proj.weight
+    weight.data = weight.data.view(weight.shape[1], weight.shape[0]).t()
+
+
+class OtherMLP(Qwen3MLP):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def patched_linear(self, x):
+    return 2 * F.linear(x, self.weight)
+
+
+EDITS = {
+    "a class": lambda layer, patch: patch.setattr(torch.nn.Linear, "forward", patched_linear),
+    "an instance": lambda layer, patch: patch.setattr(layer.mlp, "forward", lambda x: 2 * x),
+    "its class": lambda layer, patch: patch.setattr(layer.mlp, "__class__", OtherMLP),
+    "a global hook": lambda layer, patch: patch.setitem(
+        torch.nn.modules.module._global_forward_hooks, 1, lambda module, args, output: None
+    ),
+    "shapes": lambda layer, patch: edit_slice(layer),
+    "strides": lambda layer, patch: edit_transpose(layer),
+    "scaling": lambda layer, patch: setattr(layer.self_attn, "scaling", 0.5),
+    "epsilon": lambda layer, patch: setattr(layer.input_layernorm, "variance_epsilon", 1.0),
+    "a bias": lambda layer, patch: setattr(
+        layer.mlp.down_proj, "bias", torch.nn.Parameter(torch.ones(layer.hidden_size, device=DEVICE), False)
+    ),
+    "a parameter's class": lambda layer, patch: patch.setattr(layer.mlp.up_proj.weight, "__class__", OtherParameter),
+}
+
+
+class OtherParameter(torch.nn.Parameter):
+    """As quantised weights come: it may compute its own products."""
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_step_never_answers_for_an_edited_model(edit, monkeypatch):
+    """Whatever the forward of a module has become between two tokens: what the model's own walk gives."""
+    model = stepping_model(head_dim=16, num_attention_heads=4, hidden_size=64)
+    cache = RecSACache(model.config)
+    with torch.no_grad():
+        model(random_ids(1, 40).to(DEVICE), cache=cache)
+        for _ in range(3):
+            model(random_ids(1, 1).to(DEVICE), cache=cache)
+        assert cache.step is not None and (cache.step.graph is not None) == (DEVICE == "cuda")
+        EDITS[edit](model.model.layers[0], monkeypatch)
+        other = copy.deepcopy(cache)
+        for _ in range(3):
+            token = random_ids(1, 1).to(DEVICE)
+            model.config.recsa_cuda_graph = True
+            stepped = model(token, cache=cache).logits
+            model.config.recsa_cuda_graph = False
+            torch.testing.assert_close(stepped, model(token, cache=other).logits, rtol=0, atol=1e-4)
+
+
+def test_parameters_need_not_be_contiguous():
+    """Norms and poolers whose tensors are views: the kernels' walk and steps against the reference."""
+    model = stepping_model()
+    for layer in model.model.layers:
+        pooler, norm = layer.self_attn.pooler, layer.input_layernorm
+        pooler.proj.data = pooler.proj.data.transpose(-1, -2)
+        pooler.query.data = torch.stack((pooler.query.data, pooler.query.data), -1)[..., 0]
+        norm.weight.data = torch.full((1,), 0.7, device=DEVICE).expand(len(norm.weight))
+    ids, logits = random_ids(1, 60).to(DEVICE), []
+    with torch.no_grad():
+        for backend in ("triton", "reference"):
+            model.config.recsa_backend, cache = backend, RecSACache(model.config)
+            parts = [
+                model(ids[:, begin:end], cache=cache).logits for begin, end in ((0, 57), (57, 58), (58, 59), (59, 60))
+            ]
+            logits.append(torch.cat(parts, 1))
+    assert_most_agree(*logits, 1e-4)
+
+
 def test_a_step_belongs_to_one_model_and_configuration():
     """Another model or an edited field behind the same cache: a new step; a mode of autograd may end between two."""
     model, other = stepping_model(), stepping_model(seed=1)
@@ -418,6 +512,40 @@ def test_unsupported_operands_are_refused_by_name(changes, message):
     case = on_device(make_case((2,), (3,), **{"dtype": torch.float32, **changes}))
     with pytest.raises(ValueError, match=rf"recsa_backend='triton': .*{message}"):
         case.run(backend="triton")
+
+
+def test_operands_of_several_dtypes_are_refused_by_name():
+    case = on_device(make_case((70,), (3,), dtype=torch.float32))
+    levels = case.levels()
+    mixed = Levels(levels.keys, tuple(value.half() for value in levels.values))
+    with pytest.raises(ValueError, match="one dtype, not torch.float16, torch.float32"):
+        case.run(levels=mixed, backend="triton")
+
+
+@pytest.mark.parametrize("what", ["capability", "compiler", "rocm"])
+def test_devices_that_cannot_run_the_kernels_are_named(what, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5) if what == "capability" else (9, 0))
+    monkeypatch.setattr(kernels_walk, "rms_norm", fail)
+    monkeypatch.setattr(torch.version, "hip", "7.0" if what == "rocm" else None)
+    lack = kernels_walk._lack_of_device.__wrapped__(torch.device(DEVICE))
+    assert {"capability": "8.0", "compiler": "C compiler", "rocm": "NVIDIA"}[what] in lack
+
+
+def test_training_stays_on_the_reference(monkeypatch):
+    """Under "auto": a first forward of reentrant checkpointing runs without gradients, and must choose alike."""
+    for module in (attention_recsa_qwen3, modeling_recsa_qwen3):
+        monkeypatch.setattr(module, "prefers_kernels", lambda backend, device: backend != "reference")
+    model = stepping_model()
+    model.config.recsa_backend = "auto"
+    ids = random_ids(1, 40).to(DEVICE)
+    with torch.no_grad():
+        model(ids)
+        assert model.last_backend == "dense+triton"
+        model.train()(ids)
+    assert model.last_backend == "dense+reference"
 
 
 @pytest.mark.parametrize(
