@@ -145,7 +145,7 @@ def recsa_attention(
     """
     check_backend(backend)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    job = _Reference(query, levels, tuple(starts), tuple(counts), geometry, rope, scaling, dropout)
+    job = _Call(query, levels, tuple(starts), tuple(counts), geometry, rope, scaling, dropout)
     job.block_elements = block_elements or _BLOCK_ELEMENTS.get(query.device.type, 1 << 22)
     job.given = selection
     if prefers_kernels(backend, query.device):
@@ -199,7 +199,7 @@ def _lack_of_kernels(query, levels, geometry, dropout, return_weights) -> str | 
     return unsupported(query, geometry, query.shape[3])
 
 
-class _Reference:
+class _Call:
     """One call of the operator: the inputs, and the pieces of the output `[rows, columns] -> [S', H_kv, w, G, D]`."""
 
     block_elements: int

@@ -633,7 +633,7 @@ class RecSAQwen3ForCausalLM(RecSAQwen3PreTrainedModel, GenerationMixin):
         """
         mask = super()._prepare_attention_mask_for_generation(inputs_tensor, generation_config, model_kwargs)
         cache = model_kwargs.get("cache") or model_kwargs.get("past_key_values")
-        if isinstance(cache, RecSACache) and len(cache.history.lengths) == len(mask):
+        if type(cache).__name__ == RecSACache.__name__ and len(cache.history.lengths) == len(mask):
             held = cache.history.column_positions()[:, : mask.shape[1]] >= 0
             mask[:, : held.shape[1]] = held
             if generation_config.is_assistant:

