@@ -153,7 +153,7 @@ def recsa_attention(
         if lack is None:
             job.kernels = TritonWalk(query, levels, job.starts, geometry, rope, scaling, selection)
         elif backend == "triton":
-            raise ValueError(f"recsa_backend='triton': {lack}, or use 'auto' or 'reference' (PyTorch).")
+            raise ValueError(f"recsa_backend='triton': {lack}; use 'auto' or 'reference' (PyTorch).")
         elif job.has_sparse_queries():
             logger.warning_once(f"recsa_backend='auto': runs the PyTorch reference; the Triton backend {lack}.")
     if return_weights:
@@ -188,9 +188,9 @@ def _lack_of_kernels(query, levels, geometry, dropout, return_weights) -> str | 
     if _kernels_error is not None:
         return f"cannot be used here ({type(_kernels_error).__name__}: {_kernels_error})"
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, *levels.keys, *levels.values)):
-        return "has no backward; run under torch.no_grad()"
+        return "has no backward: run under torch.no_grad()"
     if dropout:
-        return "has no dropout; set attention_dropout to 0"
+        return "has no dropout: set attention_dropout to 0"
     if return_weights:
         return "cannot return attention matrices (output_attentions)"
     dtypes = {tensor.dtype for tensor in (query, *levels.keys, *levels.values)}

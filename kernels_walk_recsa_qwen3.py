@@ -19,13 +19,13 @@ _MEMORY_SHARE = 1 / 24
 def unsupported(states: torch.Tensor, geometry: TreeGeometry | None = None, head_dim: int | None = None) -> str | None:
     """Why the kernels cannot run on the device and dtype of `states`, with this tree; `None` where they can."""
     if states.device.type != "cuda" and not interpreted():
-        return f"needs a CUDA device, the tensors are on {states.device.type!r}"
+        return f"needs a CUDA device, and the tensors are on {states.device.type!r}"
     if states.device.type == "cuda" and (lack := _lack_of_device(states.device)) is not None:
         return lack
     if states.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"supports float16, bfloat16 and float32, not {states.dtype}"
     if states.dtype == torch.bfloat16 and interpreted():
-        return "cannot multiply bfloat16 under Triton's interpreter; use float16 or float32 there"
+        return "cannot multiply bfloat16 under Triton's interpreter, float16 and float32 alone"
     if geometry is None or head_dim is None:
         return None
     if not 4 <= geometry.branching <= 64:

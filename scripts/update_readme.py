@@ -90,12 +90,12 @@ def bench_inference() -> str:
     for entry in report["recsa"]:
         geometry = ", ".join(str(number) for number in entry["geometry"].values())
         steps, prefill = entry["decode"]["at"], entry["prefill"]
-        ratios = [f"{row['generate_over_step']:.2f} at {row['length']:,}" for row in sorted(steps, key=_length)]
+        ratios = [f"{row['generate_over_step']:.2f} × at {row['length']:,}" for row in sorted(steps, key=_length)]
         last = max(steps, key=_length)
         extra.append(
             f"* {geometry}: the longest prefill's peak memory above weights ({prefill['weights_gib']:.1f} GiB) and "
             f"cache ({prefill['cache_gib']:.1f} GiB) was {prefill['peak_above_gib']:.1f} GiB. `generate()` took "
-            f"{last['generate_ms_per_token']:.2f} ms per token at {last['length']:,}; per token over a bare step: "
+            f"{last['generate_ms_per_token']:.2f} ms per token at {last['length']:,}; a token takes, in bare steps, "
             f"{', '.join(ratios)}.\n"
         )
     return table(header, rows) + "\n" + "".join(extra) + "\n" + _source_of_inference(report)
