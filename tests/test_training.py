@@ -5,6 +5,7 @@ Gradients of the operator alone are judged in test_attention.py, adapters in tes
 
 import logging
 import os
+import time
 from datetime import timedelta
 
 import pytest
@@ -268,42 +269,44 @@ def test_autocast_does_not_round_the_selection():
 LENGTHS_BY_RANK = ((DENSE, DENSE), (LENGTHS[2], LENGTHS[2]), (DENSE, LENGTHS[2]))
 
 
-def distributed_steps(rank: int, store: str, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Two steps per pair of lengths of one of two processes, over gloo; the weights after them."""
+def distributed_process(rank: int, store: str, ids: torch.Tensor, folder: str) -> None:
+    """Two steps per pair of lengths of one of two processes, over gloo; saves the weights after them."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=120)
     )
-    try:
-        model = tiny_model().double().train()
-        wrapped = DistributedDataParallel(model, find_unused_parameters=False)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-        for lengths in LENGTHS_BY_RANK:
-            for _ in range(2):
-                rows = ids[rank : rank + 1, : lengths[rank]]
-                wrapped(rows, labels=rows).loss.backward()
-                assert all(parameter.grad is not None for parameter in model.parameters())
-                optimizer.step()
-                optimizer.zero_grad()
-        return model.state_dict()
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-def second_process(_, store: str, ids: torch.Tensor, result: str) -> None:
-    torch.save(distributed_steps(1, store, ids), result)
+    model = tiny_model().double().train()
+    wrapped = DistributedDataParallel(model, find_unused_parameters=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for lengths in LENGTHS_BY_RANK:
+        for _ in range(2):
+            rows = ids[rank : rank + 1, : lengths[rank]]
+            wrapped(rows, labels=rows).loss.backward()
+            assert all(parameter.grad is not None for parameter in model.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.save(model.state_dict(), f"{folder}/{rank}.part")
+    os.rename(f"{folder}/{rank}.part", f"{folder}/{rank}.pt")
+    while not os.path.exists(f"{folder}/{1 - rank}.pt"):
+        time.sleep(0.01)
+    # gloo's destructor waits for its thread, which can wait for the interpreter's lock for ever
+    os._exit(0)
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without distributed")
 def test_ddp_without_unused_parameters(tmp_path):
     """TR-04: two processes, find_unused_parameters=False, T <= M, T > M and both at once: one process's weights."""
-    ids, store, result = random_ids(2, LENGTHS[2]), str(tmp_path / "store"), str(tmp_path / "weights.pt")
-    second = torch.multiprocessing.spawn(second_process, (store, ids, result), nprocs=1, join=False)
-    first = distributed_steps(0, store, ids)
-    while not second.join():
-        pass
-    other = torch.load(result)
+    ids = random_ids(2, LENGTHS[2])
+    arguments = (str(tmp_path / "store"), ids, str(tmp_path))
+    processes = torch.multiprocessing.spawn(distributed_process, arguments, nprocs=2, join=False)
+    until = time.monotonic() + 240
+    while not processes.join(timeout=5):
+        if time.monotonic() > until:
+            for process in processes.processes:
+                process.kill()
+            pytest.fail("the processes wait for each other")
+    first, other = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     model = tiny_model().double().train()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     for lengths in LENGTHS_BY_RANK:
