@@ -74,8 +74,7 @@ def bench_inference() -> str:
     report = load("bench_inference")
     rows = []
     for line in report["ratios"]:
-        geometry = ", ".join(str(number) for number in line["geometry"].values())
-        row = [geometry, f"{line['length']:,}"]
+        row = [_geometry(line), f"{line['length']:,}"]
         for what, unit, digits in (("prefill", "s", 1), ("decode", "ms", 2)):
             ours, dense, ratio = (line[f"{what}_{name}"] for name in (f"recsa_{unit}", f"dense_{unit}", "ratio"))
             scaled = "" if line[f"{what}_dense_how"] == "measured" else "~ "
@@ -88,13 +87,12 @@ def bench_inference() -> str:
     header = ["r, k, M", "tokens", "prefill", "dense", "", "decode step", "dense", ""]
     extra = []
     for entry in report["recsa"]:
-        geometry = ", ".join(str(number) for number in entry["geometry"].values())
-        steps, prefill = entry["decode"]["at"], entry["prefill"]
+        steps, prefill, name = entry["decode"]["at"], entry["prefill"], _geometry(entry)
         ratios = [f"{row['generate_over_step']:.2f} × at {row['length']:,}" for row in sorted(steps, key=_length)]
         last = max(steps, key=_length)
         extra.append(
-            f"* {geometry}: the longest prefill's peak memory above weights ({prefill['weights_gib']:.1f} GiB) and "
-            f"cache ({prefill['cache_gib']:.1f} GiB) was {prefill['peak_above_gib']:.1f} GiB. `generate()` took "
+            f"* {name}: the longest prefill's peak memory above weights ({prefill['weights_gib']:.1f} GiB) "
+            f"and cache ({prefill['cache_gib']:.1f} GiB) was {prefill['peak_above_gib']:.1f} GiB. `generate()` took "
             f"{last['generate_ms_per_token']:.2f} ms per token at {last['length']:,}; a token takes, in bare steps, "
             f"{', '.join(ratios)}.\n"
         )
@@ -106,7 +104,7 @@ def bench_inference_m2048() -> str:
     report = load("bench_inference_m2048")
     rows = [
         [
-            ", ".join(str(number) for number in line["geometry"].values()),
+            _geometry(line),
             f"{line['length']:,}",
             f"{line['prefill_recsa_s']:.1f} s",
         ]
@@ -135,13 +133,18 @@ def bench_kernels() -> str:
             prefill, chunks = at["prefill"], entry["kernels"]["chunks"]
             spent = dict.fromkeys(sums, 0.0)
             for kernel in prefill["kernels"]:
-                group = next((g for g, parts in groups.items() if any(part in kernel["name"] for part in parts)), None)
-                spent[group or "the rest"] += kernel["ms"] / chunks
+                for group, parts in groups.items():
+                    if any(part in kernel["name"] for part in parts):
+                        spent[group] += kernel["ms"] / chunks
             spent["sum"] = prefill["cuda_ms"] / chunks
             spent["the rest"] = spent["sum"] - sum(spent[name] for name in groups)
             for name, ms in spent.items():
                 sums[name].append(f"{ms:.2f}")
     return table(["ms", *columns], [[name, *cells] for name, cells in sums.items()])
+
+
+def _geometry(entry: dict[str, Any]) -> str:
+    return ", ".join(str(number) for number in entry["geometry"].values())
 
 
 def _length(row: dict[str, Any]) -> int:
