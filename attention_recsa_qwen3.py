@@ -18,6 +18,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from transformers.utils import logging
 from transformers.utils.generic import maybe_autocast
 
+from .float8_recsa_qwen3 import unpack
 from .tree_recsa_qwen3 import Levels, TreeGeometry, accumulation_dtype
 
 # Triton may be missing, or fail in its own ways where there is no driver; the reference runs everywhere.
@@ -31,7 +32,9 @@ logger = logging.get_logger(__name__)
 
 # Elements that one temporary of the reference may hold: few enough to stay in a CPU's cache, enough to fill a GPU.
 # `blocks` in benchmarks/bench_reference.json has the times that chose the CPU's value.
-_BLOCK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 25}
+_BLOCK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
+# Elements of a level's keys that may be held turned (256 MiB in float32).
+_TURNED_ELEMENTS = 1 << 26
 # Elements of the token-level matrix that `return_weights` may build (4 GiB in float32).
 _MAX_WEIGHTS = 1 << 30
 
@@ -193,10 +196,11 @@ def _lack_of_kernels(query, levels, geometry, dropout, return_weights) -> str | 
         return "has no dropout: set attention_dropout to 0"
     if return_weights:
         return "cannot return attention matrices (output_attentions)"
-    dtypes = {tensor.dtype for tensor in (query, *levels.keys, *levels.values)}
+    first = levels.exponents is not None  # level 0 has a dtype of its own
+    dtypes = {tensor.dtype for tensor in (query, *levels.keys[first:], *levels.values[first:])}
     if len(dtypes) > 1:
         return f"needs queries, keys and values of one dtype, not {', '.join(sorted(map(str, dtypes)))}"
-    return unsupported(query, geometry, query.shape[3])
+    return unsupported(query, geometry, query.shape[3], levels.exponents is not None)
 
 
 class _Call:
@@ -219,6 +223,7 @@ class _Call:
         self.pieces: list[tuple[list[int], int, torch.Tensor]] = []
         self.chosen: dict[int, torch.Tensor] = {}
         self.weights: torch.Tensor | None = None
+        self.turned: dict[int, torch.Tensor] = {}  # levels' keys, turned ahead
 
     # ---- dense queries -----------------------------------------------------------------------------------------
 
@@ -234,8 +239,7 @@ class _Call:
             return False
         width, tokens = max(dense), max(self.starts[s] + dense[s] for s in rows)
         query = _take_rows(self.query[:, :, :width], rows)
-        key = _take_rows(self.levels.keys[0][:, :, :tokens], rows)
-        value = _take_rows(self.levels.values[0][:, :, :tokens], rows)
+        key, value = (self._states(which, 0, tokens, rows, query.dtype) for which in ("keys", "values"))
         start = torch.tensor([self.starts[s] for s in rows], device=query.device)
         position = start[:, None] + torch.arange(width, device=query.device)  # [S', w]
         # a slot past the row's end stands beyond the table and is discarded below
@@ -289,6 +293,8 @@ class _Call:
         recompute = torch.is_grad_enabled() and any(
             tensor.requires_grad for tensor in (self.query, *self.levels.keys, *self.levels.values)
         )
+        if not recompute and self.kernels is None and self.has_sparse_queries():
+            self._turn_once()
         for rows, begin, end, depth in self._blocks():
             ran = True
             if self.kernels is not None:
@@ -353,13 +359,11 @@ class _Call:
                 number = path + 1
                 width = int((max(self.starts[s] for s in rows) + end - 1) // r**level)  # the path node is not scored
                 nodes = None
-                keys = _take_rows(self.levels.keys[level][:, :, :width], rows).to(self.dtype)
-                values = _take_rows(self.levels.values[level][:, :, :width], rows).to(self.dtype)
+                keys, values = (self._states(which, level, width, rows, self.dtype) for which in ("keys", "values"))
             else:
                 number = (k - 1) * r + path - (position // r ** (level + 1)) * r + 1
                 nodes = (chosen[..., None] * r + torch.arange(r, device=device)).flatten(-2)  # [S', H_kv, w, C]
-                keys = self._gather(self.levels.keys[level], rows, chosen)
-                values = self._gather(self.levels.values[level], rows, chosen)
+                keys, values = (self._gather(which, level, rows, chosen) for which in ("keys", "values"))
             logits = self._logits(query, keys, number, level)
             slots = torch.arange(logits.shape[-1], device=device)
             if level == 0:
@@ -388,16 +392,65 @@ class _Call:
 
     def _logits(self, query, keys, number, level) -> torch.Tensor:
         """`[S', H_kv, w, G, n]`: keys (shapes of `_product`) at positions 0, 1, ..., the query at the path node's."""
-        width, path = keys.shape[-2], (number - 1)[..., None]  # [S', 1, w, 1]
-        keys = rotate(keys, self.cos[:width], self.sin[:width])
-        query = rotate(query, self.cos[path], self.sin[path])
         bias = level * math.log(self.geometry.branching) if self.geometry.count_bias else 0.0
-        return _product(query, keys.transpose(-1, -2)) * self.scaling + bias
+        path = number - 1  # [S', 1, w]
+        if keys.dim() == query.dim() - 1:  # shared by all queries
+            keys = rotate(keys, self.cos[: keys.shape[-2]], self.sin[: keys.shape[-2]])
+            query = rotate(query, self.cos[path[..., None]], self.sin[path[..., None]])
+            return _product(query, keys.transpose(-1, -2)) * self.scaling + bias
+        # keys stand turned by their places among their siblings; what is left is turned on the query's side, once a
+        # parent rather than once a child: only differences of positions count
+        r = self.geometry.branching
+        ahead = (path[..., None] - torch.arange(0, keys.shape[-2], r, device=path.device))[
+            ..., None
+        ]  # [S', 1, w, k, 1]
+        query = rotate(query[..., None, :, :], self.cos[ahead], self.sin[ahead])  # [S', H_kv, w, k, G, D]
+        logits = query @ keys.unflatten(-2, (-1, r)).transpose(-1, -2)  # [S', H_kv, w, k, G, r]
+        return logits.transpose(-2, -3).flatten(-2) * self.scaling + bias
 
-    def _gather(self, states: torch.Tensor, rows: list[int], parents: torch.Tensor) -> torch.Tensor:
-        """The r children of each parent: `[S', H_kv, w, k]` -> `[S', H_kv, w, k * r, D]`, widened."""
+    def _exponents(self, which: str, level: int) -> torch.Tensor | None:
+        """Of float8 codes, which level 0 may hold; `which` is "keys" or "values"."""
+        packed = level == 0 and self.levels.exponents is not None
+        return self.levels.exponents[which == "values"] if packed else None
+
+    def _states(self, which: str, level: int, number: int, rows: list[int], dtype: torch.dtype) -> torch.Tensor:
+        """The first entries of a level, `[S', H_kv, number, D]`."""
+        states, exponents = getattr(self.levels, which)[level], self._exponents(which, level)
+        if exponents is not None:
+            exponents = _take_rows(exponents[:, :, :number], rows)
+        # what is rounded at all is rounded to the dtype of the queries
+        return unpack(_take_rows(states[:, :, :number], rows), exponents, self.query.dtype).to(dtype)
+
+    def _gather(self, which: str, level: int, rows: list[int], parents: torch.Tensor) -> torch.Tensor:
+        """The r children of each parent: `[S', H_kv, w, k]` -> `[S', H_kv, w, k * r, D]`, widened; keys turned."""
+        if which == "keys" and level in self.turned:
+            return self._pick(self.turned[level], rows, parents)
+        states, exponents = getattr(self.levels, which)[level], self._exponents(which, level)
+        picked = self._pick(states, rows, parents)
+        if exponents is not None:
+            picked = unpack(picked, self._pick(exponents[..., None], rows, parents)[..., 0], self.query.dtype)
+        picked = picked.to(self.dtype)
+        return self._turn(picked) if which == "keys" else picked
+
+    def _turn(self, keys: torch.Tensor) -> torch.Tensor:
+        """Rotates `[..., n * r, D]` by the places of siblings, 0 ... r - 1."""
+        r = self.geometry.branching
+        return rotate(keys.unflatten(-2, (-1, r)), self.cos[:r], self.sin[:r]).flatten(-3, -2)
+
+    def _turn_once(self) -> None:
+        """Turns levels ahead, where queries will gather more than they hold; the same to the bit."""
+        r, all_rows = self.geometry.branching, list(range(len(self.starts)))
+        longest = max(start + count for start, count in zip(self.starts, self.counts, strict=True))
+        gathered = sum(self.counts) * self.geometry.max_candidates
+        for level, keys in enumerate(self.levels.keys[:-1]):  # the highest is a top level
+            number = min(-(-longest // r ** (level + 1)) * r, keys.shape[2])
+            if len(all_rows) * number <= gathered and keys[:, :, :number].numel() <= _TURNED_ELEMENTS:
+                self.turned[level] = self._turn(self._states("keys", level, number, all_rows, self.dtype))
+
+    def _pick(self, states: torch.Tensor, rows: list[int], parents: torch.Tensor) -> torch.Tensor:
+        """`_gather` as stored: `[S, H_kv, n, x]` -> `[S', H_kv, w, k * r, x]`."""
         r, kv_heads = self.geometry.branching, states.shape[1]
-        groups = states.unflatten(2, (-1, r)).flatten(3)  # [S, H_kv, n / r, r * D]
+        groups = states.unflatten(2, (-1, r)).flatten(3)  # [S, H_kv, n / r, r * x]
         number = groups.shape[2]
         base = torch.tensor(rows, device=states.device)[:, None] * kv_heads + torch.arange(
             kv_heads, device=states.device
@@ -405,7 +458,7 @@ class _Call:
         # the path parent may have no complete child; what is read instead is masked
         index = base[..., None, None] * number + parents.clamp(max=number - 1)
         picked = groups.flatten(0, 2).index_select(0, index.flatten())
-        return picked.view(*parents.shape[:3], -1, states.shape[3]).to(self.dtype)
+        return picked.view(*parents.shape[:3], -1, states.shape[3])
 
     @torch.no_grad()
     def _choose(self, logits, scored, number, level, nodes, path, rows, begin, end) -> torch.Tensor:
@@ -479,7 +532,7 @@ class _Call:
         """The output as A . V, so that it depends on the matrix that is returned. [paper: the output equals A . V]"""
         assert self.weights is not None
         kv_heads, width, group, tokens = self.weights.shape[1:]
-        values = self.levels.values[0][:, :, :tokens].to(self.dtype)
+        values = self._states("values", 0, tokens, list(range(len(self.starts))), self.dtype)
         self.weights = self.weights.transpose(2, 3).flatten(1, 2)  # [S, H, W, N], the tensor that the caller gets
         out = self._drop(self.weights).view(-1, kv_heads, group * width, tokens) @ values
         self.pieces = [(list(range(len(self.starts))), 0, out.unflatten(2, (group, width)).transpose(2, 3))]

@@ -5,11 +5,19 @@ batch looked like. The cache appends, grows, crops and rearranges; it never touc
 operator plain level tensors.
 """
 
+import copy
+import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
+from operator import gt
+from os import PathLike
 
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from .cache_files_recsa_qwen3 import load_cache, save_cache
+from .float8_recsa_qwen3 import CODES, Packed, pack, unpack
+from .memory_recsa_qwen3 import GIB, RecSAMemory, TokenPlace, check_cache_dtype, estimate, free_bytes, host_zeros
 from .rows_recsa_qwen3 import RowHistory, Rows
 from .tree_recsa_qwen3 import Levels, Nodes, RecSAPooler, TreeGeometry, build_nodes
 
@@ -18,48 +26,107 @@ from .tree_recsa_qwen3 import Levels, Nodes, RecSAPooler, TreeGeometry, build_no
 _GROWTH = 1.5
 _MOST_SPARE = 4096
 _FIRST_TOKENS = 64
+# Beside level 0's codes.
+_EXPONENTS = {"keys": "key_exponents", "values": "value_exponents"}
 
 
 class _Level:
-    """Preallocated storage of one level: named tensors `[B, H_kv, capacity, D]` that grow together.
+    """Preallocated storage of one level: named tensors `[B, H_kv, capacity, ...]` that grow together.
 
     Capacities are multiples of r so that siblings form whole groups; unused entries are zero, hence finite.
     `version` counts the times that the tensors were replaced, for those who keep their addresses.
+
+    Args:
+        fields: name -> (shape of an entry, dtype).
+        branching: r.
+        like: gives B, H_kv and the device.
+        capacity: entries a row.
+        on_host: capacity -> whether vectors lie in host memory that the device addresses; never where `None`.
     """
 
-    def __init__(self, names: Sequence[str], branching: int, like: torch.Tensor, capacity: int):
-        self.branching = branching
+    def __init__(
+        self,
+        fields: dict[str, tuple[tuple[int, ...], torch.dtype]],
+        branching: int,
+        like: torch.Tensor,
+        capacity: int,
+        on_host: Callable[[int], bool] | None = None,
+    ):
+        self.fields, self.branching, self.on_host = fields, branching, on_host
         self.version = 0
-        self.tensors = {name: self._zeros(like, capacity) for name in names}
+        self.tensors = self._zeros(like, capacity)
 
-    def _zeros(self, like: torch.Tensor, capacity: int) -> torch.Tensor:
+    def _zeros(self, like: torch.Tensor, capacity: int) -> dict[str, torch.Tensor]:
         capacity += -capacity % self.branching
-        return like.new_zeros(like.shape[0], like.shape[1], capacity, like.shape[3])
+        on_host, tensors = self.is_on_host(capacity), {}
+        for name, (entry, dtype) in self.fields.items():
+            shape = (*like.shape[:2], capacity, *entry)
+            if on_host and entry:
+                tensors[name] = host_zeros(shape, dtype, like.device)
+            else:
+                tensors[name] = torch.zeros(shape, dtype=dtype, device=like.device)
+        return tensors
+
+    def is_on_host(self, capacity: int) -> bool:
+        """Whether vectors lie on the host where there is room for this many entries a row."""
+        return self.on_host is not None and self.on_host(capacity)
 
     @property
     def capacity(self) -> int:
         return next(iter(self.tensors.values())).shape[2]
 
-    def ensure(self, needed: int, used: int, reserve: int) -> None:
-        """Makes room for `needed` entries, keeping the first `used`; grows to `reserve` at once where that is more."""
-        stale = next(iter(self.tensors.values())).is_inference() and not torch.is_inference_mode_enabled()
-        if needed <= self.capacity and not stale:
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def ensure(self, needed: int, used: int, reserve: int, anew: bool = False) -> None:
+        """Makes room for `needed` entries, keeping the first `used`; grows to `reserve` at once where that is more.
+
+        `anew` replaces the tensors even where they have room.
+        """
+        first = next(iter(self.tensors.values()))
+        stale = first.is_inference() and not torch.is_inference_mode_enabled()
+        if needed <= self.capacity and not stale and not anew:
             return
         capacity = self.capacity
         if needed > capacity:
             capacity = max(needed, reserve, min(int(capacity * _GROWTH), capacity + _MOST_SPARE))
+        grown = self._zeros(first, capacity)
+        for name, new in grown.items():
+            new[:, :, :used] = self.tensors[name][:, :, :used]
+        self.tensors = grown  # all at once: an interrupted growth changes nothing
         self.version += 1
-        for name, old in self.tensors.items():
-            new = self._zeros(old, capacity)
-            new[:, :, :used] = old[:, :, :used]
-            self.tensors[name] = new
 
     def write(self, name: str, row: slice, begin: int, states: torch.Tensor) -> None:
         self.tensors[name][row, :, begin : begin + states.shape[2]] = states
 
-    def map(self, function) -> None:
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Replaces each tensor, which stays where it lies."""
+        tensors = {}
+        for name, tensor in self.tensors.items():
+            tensors[name] = function(tensor)
+            if self.fields[name][0] and self.is_on_host(self.capacity):
+                moved = host_zeros(tuple(tensors[name].shape), tensor.dtype, tensor.device)
+                tensors[name] = moved.copy_(tensors[name])
+        self.tensors = tensors
         self.version += 1
-        self.tensors = {name: function(tensor) for name, tensor in self.tensors.items()}
+
+    def move_to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+        """Moves to a device and casts what is not packed."""
+        if dtype is not None:
+            self.fields = {
+                name: (entry, held if held in (CODES, torch.int8) else dtype)
+                for name, (entry, held) in self.fields.items()
+            }
+        self.tensors = {
+            name: tensor.to(device=device, dtype=self.fields[name][1]) for name, tensor in self.tensors.items()
+        }
+        self.version += 1
+
+    def __deepcopy__(self, memo) -> "_Level":
+        copied = copy.copy(self)
+        copied.map(torch.clone)
+        return copied
 
 
 class RecSALayer(DynamicLayer):
@@ -68,19 +135,37 @@ class RecSALayer(DynamicLayer):
     Args:
         geometry: fixes r.
         reserve: tokens to allocate for at first use; 0 = grow as needed.
+        packed: whether level 0 is stored as float8 codes and exponents.
+        on_host: (keys, tokens a row) -> whether level 0 goes to the host; never where `None`.
+
+    Attributes:
+        dtype, device: of what is appended; of the stored nodes, too.
     """
 
     is_sliding = False
     is_croppable = True
     is_compileable = False
 
-    def __init__(self, geometry: TreeGeometry, reserve: int = 0):
+    def __init__(
+        self,
+        geometry: TreeGeometry,
+        reserve: int = 0,
+        packed: bool = False,
+        on_host: Callable[[torch.Tensor, int], bool] | None = None,
+    ):
         # not `super().__init__()`: there `keys` and `values` are attributes, here they are views of the storage
         self.geometry = geometry
         self.reserve = reserve
+        self.packed = packed
+        self._on_host = on_host
         self.is_initialized = False
         self.history = RowHistory()
         self.levels: list[_Level] = []
+        self._forks: weakref.WeakSet[RecSALayer] | None = None  # those made of one another, this one included
+
+    def __getstate__(self):
+        # copies share nothing
+        return {**self.__dict__, "_forks": None}
 
     def __repr__(self) -> str:
         return f"RecSALayer(columns={self.history.columns}, lengths={self.history.lengths}, levels={len(self.levels)})"
@@ -91,16 +176,24 @@ class RecSALayer(DynamicLayer):
         if not self.is_initialized or level >= len(self.levels):
             return None
         longest = max(self.history.lengths, default=0) // self.geometry.branching**level
-        return self.levels[level].tensors[name][:, :, :longest]
+        return self._read(level, name, slice(None), slice(0, longest))
+
+    def _read(self, level: int, name: str, row: slice, entries: slice) -> torch.Tensor:
+        """Stored vectors as the operator understands them."""
+        tensors = self.levels[level].tensors
+        exponents = tensors.get(_EXPONENTS[name]) if level == 0 else None
+        if exponents is None:
+            return tensors[name][row, :, entries]
+        return unpack(tensors[name][row, :, entries], exponents[row, :, entries], self.dtype)
 
     @property
     def keys(self) -> torch.Tensor | None:
-        """Level-0 keys before RoPE, `[B, H_kv, longest row, D]`; `None` before first use."""
+        """Level-0 keys before RoPE, `[B, H_kv, longest row, D]`, made anew from float8; `None` before first use."""
         return self._stored(0, "keys")
 
     @property
     def values(self) -> torch.Tensor | None:
-        """Level-0 values, `[B, H_kv, longest row, D]`; `None` before first use."""
+        """Level-0 values, `[B, H_kv, longest row, D]`, made anew from float8; `None` before first use."""
         return self._stored(0, "values")
 
     def node_keys(self, level: int) -> torch.Tensor | None:
@@ -136,7 +229,14 @@ class RecSALayer(DynamicLayer):
         """Allocates level 0 like the given states `[B, H_kv, *, D]`."""
         self.dtype, self.device = key_states.dtype, key_states.device
         capacity = max(self.reserve, _FIRST_TOKENS)
-        self.levels = [_Level(("keys", "values"), self.geometry.branching, key_states, capacity)]
+        vector = ((key_states.shape[3],), CODES if self.packed else key_states.dtype)
+        fields: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"keys": vector, "values": vector}
+        if self.packed:
+            fields |= {"key_exponents": ((), torch.int8), "value_exponents": ((), torch.int8)}
+        # only what a device is told about is kept, no tensor
+        like = torch.empty(*key_states.shape[:2], 0, key_states.shape[3], dtype=self.dtype, device=self.device)
+        on_host = None if self._on_host is None else partial(self._on_host, like)
+        self.levels = [_Level(fields, self.geometry.branching, like, capacity, on_host)]
         self.is_initialized = True
 
     def update(self, key_states, value_states, *args, **kwargs):
@@ -154,6 +254,7 @@ class RecSALayer(DynamicLayer):
         columns: int,
         pooler: RecSAPooler,
         build: Callable[[RecSAPooler, torch.Tensor, torch.Tensor, int], Nodes] | None = None,
+        encode: Callable[[torch.Tensor], Packed] | None = None,
     ) -> Levels:
         """Stores new tokens and every node that they complete: O(levels) nodes per token.
 
@@ -164,6 +265,7 @@ class RecSALayer(DynamicLayer):
             columns: columns of the batch that they came from.
             pooler: the layer's pooler.
             build: makes nodes of their children; `build_nodes` where `None`.
+            encode: makes float8 codes; `pack` where `None`.
 
         Returns:
             The level tensors for the operator (views of the storage, nothing is copied).
@@ -182,55 +284,132 @@ class RecSALayer(DynamicLayer):
         longest, used = max(new), max(old)
         r = self.geometry.branching
         level = self.levels[0]
-        level.ensure(longest, used, self.reserve)
+        level.ensure(longest, used, self.reserve, self._read_by_fork(0))
         for row, begin, end in _row_groups(old, new):
-            level.write("keys", row, begin, key_states[row, :, : end - begin])
-            level.write("values", row, begin, value_states[row, :, : end - begin])
-        below, carried = level, "keys"
+            for name, states in (("keys", key_states), ("values", value_states)):
+                states = states[row, :, : end - begin]
+                if self.packed:
+                    states, exponents = (encode or pack)(states)
+                    level.write(_EXPONENTS[name], row, begin, exponents)
+                level.write(name, row, begin, states)
+        carried = "keys"
         for depth in range(1, len(self.geometry.node_counts(longest))):
             span = r**depth
             level = self._level_with_room(depth, longest, used)
             for row, begin, end in _row_groups([n // span for n in old], [n // span for n in new]):
                 children = slice(begin * r, end * r)
                 nodes = (build or build_nodes)(
-                    pooler, below.tensors[carried][row, :, children], below.tensors["values"][row, :, children], r
+                    pooler,
+                    self._read(depth - 1, carried, row, children),
+                    self._read(depth - 1, "values", row, children),
+                    r,
                 )
                 level.write("pooled", row, begin, nodes.pooled)
                 level.write("keys", row, begin, nodes.keys)
                 level.write("values", row, begin, nodes.values)
-            below, carried = level, "pooled"
+            carried = "pooled"
         self.history.append(rows, columns)
+        return self.stored_levels()
+
+    def stored_levels(self) -> Levels:
+        """The whole storage as the operator reads it; nothing is copied."""
+        tokens = self.levels[0].tensors
         return Levels(
             tuple(level.tensors["keys"] for level in self.levels),
             tuple(level.tensors["values"] for level in self.levels),
+            (tokens["key_exponents"], tokens["value_exponents"]) if self.packed else None,
         )
 
     def _level_with_room(self, depth: int, tokens: int, used: int) -> _Level:
-        """The level at `depth` >= 1, made or grown for the nodes of `tokens` tokens, `used` of them kept."""
+        """The level at `depth` >= 1, made or grown for the nodes of `tokens` tokens, `used` of them kept.
+
+        It has room for as many as level 0 has, so that it grows no more often.
+        """
         span = self.geometry.branching**depth
+        room = self.levels[0].capacity // span
         if depth == len(self.levels):
-            names, reserved = ("pooled", "keys", "values"), max(self.reserve // span, 1)
-            self.levels.append(
-                _Level(names, self.geometry.branching, self.levels[depth - 1].tensors["keys"], reserved)
+            like = self.levels[0].tensors["keys"]
+            fields: dict[str, tuple[tuple[int, ...], torch.dtype]] = dict.fromkeys(
+                ("pooled", "keys", "values"), ((like.shape[3],), self.dtype)
             )
-        self.levels[depth].ensure(tokens // span, used // span, self.reserve // span)
+            self.levels.append(_Level(fields, self.geometry.branching, like, max(room, 1)))
+        self.levels[depth].ensure(tokens // span, used // span, room, self._read_by_fork(depth))
         return self.levels[depth]
 
     def make_room(self, tokens: int) -> None:
         """Room for `tokens` tokens a row, and on every level for the nodes of as many as level 0 then has room for."""
         used = max(self.history.lengths)
-        self.levels[0].ensure(tokens, used, self.reserve)
+        self.levels[0].ensure(tokens, used, self.reserve, self._read_by_fork(0))
         for depth in range(1, len(self.geometry.node_counts(self.levels[0].capacity))):
             self._level_with_room(depth, self.levels[0].capacity, used)
 
     def _check_like(self, key_states: torch.Tensor) -> None:
         held = self.levels[0].tensors["keys"]
-        ours, theirs = ((t.shape[1], t.shape[3], t.dtype) for t in (held, key_states))
+        ours = held.shape[1], held.shape[3], self.dtype
+        theirs = key_states.shape[1], key_states.shape[3], key_states.dtype
         if ours != theirs:
             raise ValueError(
                 f"cache: holds {ours[0]} KV heads of width {ours[1]} in {ours[2]}, the model has {theirs[0]} of "
                 f"{theirs[1]} in {theirs[2]}; make the cache with this model, or call cache.move_to(dtype=...)."
             )
+
+    def allocate(self, like: torch.Tensor, tokens: int, reserve: int = 0) -> None:
+        """Makes storage for `tokens` tokens a row like `[B, H_kv, *, D]`, with room for `reserve`; nothing is held."""
+        self.reserve = max(tokens, reserve)
+        self.lazy_initialization(like, like)
+        for depth in range(1, len(self.geometry.node_counts(tokens))):
+            self._level_with_room(depth, tokens, 0)
+        self.reserve = reserve
+
+    def entries(self) -> dict[tuple[int, str], torch.Tensor]:
+        """(level, name) -> what is in use of each stored tensor, `[B, H_kv, n_l of the longest row, ...]`, views."""
+        longest = max(self.history.lengths, default=0)
+        return {
+            (depth, name): tensor[:, :, : longest // self.geometry.branching**depth]
+            for depth, level in enumerate(self.levels[: len(self.geometry.node_counts(longest))])
+            for name, tensor in level.tensors.items()
+        }
+
+    # ---- sharing -----------------------------------------------------------------------------------------------
+
+    def fork(self) -> "RecSALayer":
+        """A layer that holds the same and shares the storage."""
+        twin = copy.copy(self)
+        twin.history = self.history.copy()
+        twin.levels = [copy.copy(level) for level in self.levels]
+        if self._forks is None:
+            self._forks = weakref.WeakSet((self,))
+        self._forks.add(twin)
+        twin._forks = self._forks
+        return twin
+
+    def _longer_forks(self) -> "list[RecSALayer]":
+        if self._forks is None:
+            return []
+        ours = self.history.lengths or [0] * self.batch_size
+        return [fork for fork in self._forks if any(map(gt, fork.history.lengths, ours))]
+
+    def _read_by_fork(self, depth: int, forks: "list[RecSALayer] | None" = None) -> bool:
+        """Whether what this layer writes next on a level would be seen: a fork holds entries there, in this storage.
+
+        A fork that holds no more than this layer sees nothing, so that forks one after another share the prefix.
+        """
+        forks = self._longer_forks() if forks is None else forks
+        if not forks or depth >= len(self.levels):
+            return False
+        span, storage = self.geometry.branching**depth, self.levels[depth].tensors["keys"]
+        ours = [length // span for length in self.history.lengths or [0] * self.batch_size]
+        return any(
+            depth < len(fork.levels)
+            and fork.levels[depth].tensors["keys"] is storage
+            and any(theirs // span > held for theirs, held in zip(fork.history.lengths, ours, strict=True))
+            for fork in forks
+        )
+
+    def writes_in_place(self) -> bool:
+        """Whether the storage may be written behind what this layer holds."""
+        forks = self._longer_forks()
+        return not any(self._read_by_fork(depth, forks) for depth in range(len(self.levels) if forks else 0))
 
     # ---- rearranging -------------------------------------------------------------------------------------------
 
@@ -275,13 +454,14 @@ class RecSALayer(DynamicLayer):
         """Moves every level to a device and / or dtype."""
         if self.is_initialized:
             for level in self.levels:
-                level.map(lambda tensor: tensor.to(device=device, dtype=dtype))
-            keys = self.levels[0].tensors["keys"]
-            self.dtype, self.device = keys.dtype, keys.device
+                level.move_to(device, dtype)
+            self.dtype, self.device = dtype or self.dtype, self.levels[0].tensors["keys"].device
 
     def offload(self) -> None:
         """Refused: half a tree elsewhere would be read as zeros."""
-        raise NotImplementedError("RecSACache: offloading is not supported; use a smaller batch or a shorter prompt.")
+        raise NotImplementedError(
+            "RecSACache: offloading layer by layer is not supported; recsa_gpu_budget keeps tokens in host memory."
+        )
 
     prefetch = offload
 
@@ -295,18 +475,38 @@ class RecSACache(DynamicCache):
     Args:
         config: the model's `RecSAQwen3Config`.
         reserve: tokens to allocate for at first use, where the final length is known; 0 = grow as needed.
+        dtype: "auto" (the model's) or "fp8_e4m3": level 0 in float8 with a power of two a vector as scale; the
+            levels above keep the model's dtype. The configuration's `recsa_cache_dtype` where `None`. [our decision]
+        gpu_budget: GiB of the GPU that weights, cache and temporaries may take together; the last layers keep level 0
+            in page-locked host memory as far as that needs. The configuration's `recsa_gpu_budget` where `None`;
+            counts as if all layers lay on one GPU. [our decision]
+
+    Raises:
+        ValueError: a dtype that does not exist.
     """
 
-    def __init__(self, config, reserve: int = 0):
+    estimate = staticmethod(estimate)
+
+    def __init__(self, config, reserve: int = 0, dtype: str | None = None, gpu_budget: float | None = None):
         super().__init__()
+        self.config = config
         self.geometry = TreeGeometry.from_config(config)
+        self.cache_dtype = check_cache_dtype(config.recsa_cache_dtype if dtype is None else dtype)
+        budget = config.recsa_gpu_budget if gpu_budget is None else gpu_budget
+        self.place = TokenPlace(config, self.cache_dtype, budget)
         self.layer_class_to_replicate = None
-        self.layers = [RecSALayer(self.geometry, reserve) for _ in range(config.num_hidden_layers)]
+        self.layers = [
+            RecSALayer(self.geometry, reserve, self.cache_dtype != "auto", partial(self.place.on_host, index))
+            for index in range(config.num_hidden_layers)
+        ]
         self.step = None  # the decoding step that a model keeps for this cache
+        self.expected = 0  # tokens a row that `generate` may come to
+        self.model: weakref.ref | None = None  # the decoder that used it last
+        self.fingerprint: str | None = None  # where loaded: of the decoder that filled it
 
     def __getstate__(self):
         # copies have storage of their own
-        return {**self.__dict__, "step": None}
+        return {**self.__dict__, "step": None, "model": None}
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         """Refused by the layer: see `RecSALayer.update`."""
@@ -318,8 +518,65 @@ class RecSACache(DynamicCache):
 
     def reset(self) -> None:
         """Forgets all tokens and frees the storage, which a step would hold."""
-        self.step = None
+        self.step = self.fingerprint = None
         super().reset()
+
+    def fork(self) -> "RecSACache":
+        """A second cache that goes on from the same prefix without a copy of it. [our decision]
+
+        Both may go on, be cropped, rearranged or forked again. The one that has to write where another still reads
+        gets storage of its own first, per level: questions asked one after another, each fork dropped before the
+        next one goes on, copy nothing as long as the storage has room (`reserve`); those that live side by side do.
+        """
+        twin = copy.copy(self)
+        twin.model = self.model
+        twin.layers = [layer.fork() for layer in self.layers]
+        return twin
+
+    def save(self, path: str | PathLike, model=None, overwrite: bool = False, shard_bytes: int = 4 * GIB) -> None:
+        """Writes what is held to a directory that `load` reads again; see `cache_files_recsa_qwen3`.
+
+        Args:
+            path: a new or empty directory, or one that holds a cache, with `overwrite`.
+            model: the model that filled the cache; needed only where that model no longer exists, or for a copy.
+            overwrite: replaces the cache that the directory holds; other files in it stay.
+            shard_bytes: most bytes of a file; a tensor that is larger gets a file of its own.
+
+        Raises:
+            FileExistsError: the directory holds something else, or a cache without `overwrite`.
+            ValueError: nothing is held, layers differ, or no model is at hand.
+        """
+        save_cache(self, path, model, overwrite, shard_bytes)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | PathLike,
+        model=None,
+        device: torch.device | str | None = None,
+        reserve: int = 0,
+        gpu_budget: float | None = None,
+    ) -> "RecSACache":
+        """Reads what `save` wrote.
+
+        Args:
+            path: the directory.
+            model: compared with the model that filled the cache at once; each layer goes to its device. Where `None`,
+                the first forward compares.
+            device: of all layers, without `model`; the CPU where `None`.
+            reserve: tokens a row to allocate for, those stored included.
+            gpu_budget: as for the class; the configuration's where `None` and a model is given.
+
+        Raises:
+            FileNotFoundError: no such directory, no cache in it, or a file of it is missing.
+            ValueError: damaged files, an unknown format, or a model that differs; the message names what.
+            MemoryError: the devices cannot hold it.
+        """
+        return load_cache(cls, path, model, device, reserve, gpu_budget)
+
+    def writes_in_place(self) -> bool:
+        """Whether every layer's storage may be written behind what it holds: no fork reads there."""
+        return all(layer.writes_in_place() for layer in self.layers)
 
     def make_room(self, tokens: int) -> None:
         """Grows every layer to hold `tokens` tokens a row, where it does not yet."""
@@ -330,6 +587,66 @@ class RecSACache(DynamicCache):
         """Grows to `tokens` per row at once when it next has to grow, instead of little by little."""
         for layer in self.layers:
             layer.reserve = max(layer.reserve, tokens)
+
+    def roll_back(self, columns: int) -> None:
+        """Forgets what any layer holds beyond so many columns: a forward that broke off leaves layers apart."""
+        self.step = None
+        for layer in self.layers:
+            layer.history.crop(max(layer.history.columns - columns, 0))
+
+    def check_room(self, tokens: int, batch: int, dtype: torch.dtype, devices: Sequence[torch.device]) -> None:
+        """Refuses a length that will not fit, before anything is read.
+
+        Args:
+            tokens: a row, all that will be stored; what is reserved counts where that is more.
+            batch: rows.
+            dtype: of the model.
+            devices: of each layer.
+
+        Raises:
+            MemoryError: with what is needed, what is free, and the remedies.
+        """
+        tokens = max(tokens, self.layers[0].reserve)
+        if self.is_initialized and self.layers[0].levels[0].capacity >= tokens:
+            return
+        need = self.foresee(tokens, batch, dtype, devices[0])
+        levels = [level for layer in self.layers for level in layer.levels]
+        held = sum(level.nbytes for level in levels if not level.is_on_host(level.capacity))
+        places: list[tuple[torch.device | None, int]] = [(None, need.host_bytes)] if need.host_bytes else []
+        for device in dict.fromkeys(devices):
+            share = devices.count(device) / len(devices)
+            places.append((device, int((need.token_bytes + need.node_bytes - held) * share) + need.working_bytes))
+        for place, wanted in places:
+            free = free_bytes(place if place is not None and place.type == "cuda" else None)
+            if (place is None or place.type in ("cpu", "cuda")) and free is not None and wanted > free:
+                raise MemoryError(
+                    f"{need}. {'The host' if place is None else place} has {free / GIB:.2f} GiB free, "
+                    f"{wanted / GIB:.2f} GiB are needed there. {self._remedies(tokens, batch, dtype, devices[0])}"
+                )
+
+    def foresee(self, tokens: int, batch: int, dtype: torch.dtype, device: torch.device, **options) -> RecSAMemory:
+        """`estimate` with what this cache and a device say; `options` replace them."""
+        cuda = device.type == "cuda"
+        known = dict(
+            cache_dtype=self.cache_dtype,
+            gpu_budget=self.place.gpu_budget,
+            weight_bytes=torch.cuda.memory_allocated(device) if cuda else 0,
+            device_memory=torch.cuda.get_device_properties(device).total_memory if cuda else 0,
+        )
+        return estimate(self.config, tokens, batch, dtype, **{**known, **options})
+
+    def _remedies(self, tokens, batch, dtype, device) -> str:
+        found = []
+        if self.cache_dtype == "auto":
+            packed = self.foresee(tokens, batch, dtype, device, cache_dtype="fp8_e4m3")
+            found.append(f"recsa_cache_dtype='fp8_e4m3' ({packed.device_bytes / GIB:.2f} GiB)")
+        if device.type == "cuda":
+            least = self.foresee(tokens, batch, dtype, device, gpu_budget=0.0)
+            found.append(
+                f"recsa_gpu_budget (from {least.device_bytes / GIB:.2f} GiB beside the weights, with "
+                f"{least.host_bytes / GIB:.2f} GiB of host memory)"
+            )
+        return f"Remedies: {', '.join([*found, 'a shorter prompt', 'fewer rows'])}."
 
     @property
     def history(self) -> RowHistory:

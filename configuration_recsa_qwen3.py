@@ -30,9 +30,14 @@ AUTO_MAP = {
     "AutoModelForQuestionAnswering": "modeling_recsa_qwen3.RecSAQwen3ForQuestionAnswering",
 }
 BACKENDS = ("auto", "triton", "reference")
+CACHE_DTYPES = ("auto", "fp8_e4m3")
 # RoPE types whose frequencies do not depend on the length of the prompt; the others ("dynamic", "longrope") would let
 # a later token change what an earlier query selected.
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")
+# Tokens of a prompt that a converted checkpoint claims to support, for `max_position_embeddings` and the tokenizer's
+# `model_max_length`. No RoPE position exceeds M, so the length has no limit of its own; this one is what we stand for.
+# [our decision]
+SUPPORTED_TOKENS = 2**21
 
 
 class RecSAQwen3Config(Qwen3Config):
@@ -53,6 +58,10 @@ class RecSAQwen3Config(Qwen3Config):
             gradients; bounds activations and never changes results beyond rounding. [our decision]
         recsa_cuda_graph (`bool`, defaults to `True`): with the Triton kernels on a GPU, a decoding step of one token a
             row is captured once and replayed. [our decision]
+        recsa_cache_dtype (`str`, defaults to `"auto"`): how a cache stores keys and values of tokens: `"auto"`, in the
+            model's dtype, or `"fp8_e4m3"`. [our decision]
+        recsa_gpu_budget (`float` or `None`, defaults to `None`): GiB of a GPU that weights, cache and temporaries may
+            take together; tokens beyond it lie in host memory. `None` = no limit. [our decision]
         **kwargs: every field of `Qwen3Config`.
 
     Raises:
@@ -75,6 +84,8 @@ class RecSAQwen3Config(Qwen3Config):
         recsa_backend: str = "auto",
         recsa_prefill_chunk: int = 4096,
         recsa_cuda_graph: bool = True,
+        recsa_cache_dtype: str = "auto",
+        recsa_gpu_budget: float | None = None,
         **kwargs,
     ):
         self.recsa_branching = recsa_branching
@@ -85,6 +96,8 @@ class RecSAQwen3Config(Qwen3Config):
         self.recsa_backend = recsa_backend
         self.recsa_prefill_chunk = recsa_prefill_chunk
         self.recsa_cuda_graph = recsa_cuda_graph
+        self.recsa_cache_dtype = recsa_cache_dtype
+        self.recsa_gpu_budget = recsa_gpu_budget
         self._check_window(kwargs)
         super().__init__(**kwargs)
         # saving one head writes only its own entry, and a Hub load adds the origin's name to each: neither may survive
@@ -139,6 +152,18 @@ class RecSAQwen3Config(Qwen3Config):
         require(isinstance(self.recsa_count_bias, bool), "recsa_count_bias", "must be True or False.")
         require(self.recsa_backend in BACKENDS, "recsa_backend", f"must be one of {', '.join(BACKENDS)}.")
         require(isinstance(self.recsa_cuda_graph, bool), "recsa_cuda_graph", "must be True or False.")
+        require(
+            self.recsa_cache_dtype in CACHE_DTYPES,
+            "recsa_cache_dtype",
+            f"must be one of {', '.join(CACHE_DTYPES)}.",
+        )
+        budget = self.recsa_gpu_budget
+        is_number = isinstance(budget, (int, float)) and not isinstance(budget, bool)
+        require(
+            budget is None or (is_number and budget >= 0),
+            "recsa_gpu_budget",
+            "must be GiB >= 0, or None for no limit.",
+        )
         chunk = self.recsa_prefill_chunk
         require(is_int(chunk) and chunk >= 1, "recsa_prefill_chunk", "must be an int >= 1.")
         require(

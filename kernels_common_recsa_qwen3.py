@@ -31,6 +31,25 @@ def load_halves(pointer, offsets, mask, HALF: tl.constexpr, HP: tl.constexpr):
 
 
 @triton.jit
+def power_of_two(exponent):
+    """2 ** exponent as float32, exactly, for integers from -126 to 127."""
+    return ((exponent.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def load_states(
+    pointer, offsets, EXPONENTS, exponents, mask, dtype: tl.constexpr, PACKED: tl.constexpr, HALF: tl.constexpr,
+    HP: tl.constexpr,
+):  # fmt: skip
+    """`load_halves` of vectors, or of float8 codes with their exponents at the offsets `exponents` `[n]`."""
+    first, second = load_halves(pointer, offsets, mask, HALF, HP)
+    if PACKED:
+        scale = power_of_two(tl.load(EXPONENTS + exponents, mask=mask, other=0))[:, None]
+        first, second = (first.to(tl.float32) * scale).to(dtype), (second.to(tl.float32) * scale).to(dtype)
+    return first, second
+
+
+@triton.jit
 def load_angles(cos, sin, rows, mask, STRIDE: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr):
     """Cosine and sine `[n, HP]` float32 in these rows `[n]` of a table whose rows are STRIDE elements apart."""
     o_d = tl.arange(0, HP)

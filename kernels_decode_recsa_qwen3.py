@@ -13,6 +13,7 @@ from .kernels_common_recsa_qwen3 import (
     halves_product,
     load_angles,
     load_halves,
+    load_states,
     rotate_halves,
     slot_tables,
     tl,
@@ -64,6 +65,8 @@ def level_kernel(
     KEY,
     VALUE,
     VALUE_ABOVE,
+    KEY_EXPONENTS,
+    VALUE_EXPONENTS,
     PARENTS,
     PARENTS_ABOVE,
     LOGITS,
@@ -98,6 +101,8 @@ def level_kernel(
     stride_as,
     stride_ah,
     stride_an,
+    stride_es,
+    stride_eh,
     KV_HEADS: tl.constexpr,
     G: tl.constexpr,
     GP: tl.constexpr,
@@ -108,6 +113,7 @@ def level_kernel(
     KP: tl.constexpr,
     M: tl.constexpr,
     TOKENS: tl.constexpr,
+    PACKED: tl.constexpr,
     STRIDE: tl.constexpr,
     HALF: tl.constexpr,
     HP: tl.constexpr,
@@ -118,6 +124,7 @@ def level_kernel(
     PARENTS and PARENTS_ABOVE `[S' * H_kv, w, K]` int32 are the parents of the candidates of this level and of the
     level above; the former are also what the level above chose. LOGITS `[S' * H_kv, w, G, capacity]` float32.
     PARTS `[S' * H_kv, w, all_parts, G, D]`: this launch writes those from `first_part` on, the tokens' first.
+    PACKED: keys and values of this level are float8 codes.
     """
     split = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
@@ -142,7 +149,9 @@ def level_kernel(
             scored = o_c < number
             node = _candidate_nodes(PARENTS, path, o_c, scored, top, row, R, K).to(tl.int64)
             key = sequence * stride_ks + kv_head * stride_kh + node * stride_kn
-            key_first, key_second = load_halves(KEY, key, scored, HALF, HP)
+            exponents = sequence * stride_es + kv_head * stride_eh + node
+            dtype: tl.constexpr = QUERY.dtype.element_ty
+            key_first, key_second = load_states(KEY, key, KEY_EXPONENTS, exponents, scored, dtype, PACKED, HALF, HP)
             cos, sin = load_angles(COS, SIN, tl.where(top, o_c, o_c % R), scored, STRIDE, HALF, HP)
             key_first, key_second = rotate_halves(key_first, key_second, cos, sin)
             # rows: each head once a slot, rotated for it; of the products those with the slot's own children count
@@ -164,7 +173,9 @@ def level_kernel(
             logits = tl.where(own, logits, float("-inf"))
             if TOKENS:
                 value = sequence * stride_vs + kv_head * stride_vh + node * stride_vn
-                value_first, value_second = load_halves(VALUE, value, scored, HALF, HP)
+                value_first, value_second = load_states(
+                    VALUE, value, VALUE_EXPONENTS, exponents, scored, dtype, PACKED, HALF, HP
+                )
                 highest = tl.max(tl.reshape(tl.max(logits, 1), (SLOTS, GP)), 0)
                 spread = tl.reshape(tl.broadcast_to(highest[None, :], (SLOTS, GP)), (SLOTS * GP,))
                 weights = tl.exp2(logits - spread[:, None])
@@ -288,16 +299,19 @@ def decode_block(
         capacity, span = splits[level] * block, r**level
         if level:
             logits[level] = empty(group, capacity)
+        packed = level == 0 and levels.exponents is not None
+        exponents = levels.exponents if packed else (starts, starts)
         values, values_above = levels.values[level], levels.values[above if has_above else level]
         level_kernel[(splits[level] + (splits[above] if has_above else 0), programs, width)](
-            query, levels.keys[level], values, values_above, parents[level], parents[above], logits[level],
+            query, levels.keys[level], values, values_above, *exponents, parents[level], parents[above], logits[level],
             logits[above], parts, lse, *rope, *tables, rows, starts, begin, width, span, splits[level], capacity,
             splits[above] * block if has_above else 0, sum(splits[:above]) if level else 0, sum(splits),
             scaling * LOG2E, above * (r.bit_length() - 1.0) if geometry.count_bias else 0.0,
             *query.stride()[:3], *levels.keys[level].stride()[:3], *values.stride()[:3], *values_above.stride()[:3],
+            *(exponents[0].stride()[:2] if packed else (0, 0)),
             KV_HEADS=kv_heads, G=group, GP=group_block, GA=max(group_block, 16), R=r, SLOTS=block // r, K=k,
-            KP=triton.next_power_of_2(k), M=geometry.top_capacity, TOKENS=level == 0, STRIDE=rope[0].shape[1],
-            HALF=half, HP=max(triton.next_power_of_2(half), 16), BN=block,
+            KP=triton.next_power_of_2(k), M=geometry.top_capacity, TOKENS=level == 0, PACKED=packed,
+            STRIDE=rope[0].shape[1], HALF=half, HP=max(triton.next_power_of_2(half), 16), BN=block,
         )  # fmt: skip
         if not level:
             break

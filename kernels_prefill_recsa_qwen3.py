@@ -16,6 +16,7 @@ from .kernels_common_recsa_qwen3 import (
     halves_product,
     load_angles,
     load_halves,
+    load_states,
     rotate_halves,
     shared_memory,
     slot_tables,
@@ -360,6 +361,8 @@ def children_kernel(
     QUERY,
     KEY,
     VALUE,
+    KEY_EXPONENTS,
+    VALUE_EXPONENTS,
     LOGITS,
     MARKS,
     OUTPUT,
@@ -388,6 +391,8 @@ def children_kernel(
     stride_vs,
     stride_vh,
     stride_vn,
+    stride_es,
+    stride_eh,
     KV_HEADS: tl.constexpr,
     G: tl.constexpr,
     GP: tl.constexpr,
@@ -395,6 +400,7 @@ def children_kernel(
     RP: tl.constexpr,
     K: tl.constexpr,
     TOKENS: tl.constexpr,
+    PACKED: tl.constexpr,
     SCORE: tl.constexpr,
     ATTEND: tl.constexpr,
     STRIDE: tl.constexpr,
@@ -407,7 +413,7 @@ def children_kernel(
 
     SCORE computes logits, else they are read; without ATTEND they are stored, `[S' * H_kv, w, K, G, R]` float32.
     ATTEND leaves the pair's output `[S' * H_kv, w, K, G, D]` over the children that the query did not choose itself
-    (TOKENS: over all up to the query), and its log-sum-exp.
+    (TOKENS: over all up to the query), and its log-sum-exp. PACKED: keys and values are float8 codes.
     """
     item = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
@@ -430,14 +436,18 @@ def children_kernel(
         if TOKENS:
             limit += 1
         stored = (o_o < R) & (node < tl.minimum(limit, children))
+        dtype: tl.constexpr = QUERY.dtype.element_ty
+        exponents = sequence * stride_es + head % KV_HEADS * stride_eh + node
         if SCORE:
             key = sequence * stride_ks + head % KV_HEADS * stride_kh + node.to(tl.int64) * stride_kn
-            key_first, key_second = load_halves(KEY, key, stored, HALF, HP)
+            key_first, key_second = load_states(KEY, key, KEY_EXPONENTS, exponents, stored, dtype, PACKED, HALF, HP)
             cos, sin = load_angles(COS, SIN, o_o, stored, STRIDE, HALF, HP)
             key_first, key_second = rotate_halves(key_first, key_second, cos, sin)
         if ATTEND:
             value = sequence * stride_vs + head % KV_HEADS * stride_vh + node.to(tl.int64) * stride_vn
-            value_first, value_second = load_halves(VALUE, value, stored, HALF, HP)
+            value_first, value_second = load_states(
+                VALUE, value, VALUE_EXPONENTS, exponents, stored, dtype, PACKED, HALF, HP
+            )
 
         # offsets within a head fit 32 bits; a block's last rows repeat the last pair and head, and are not stored
         QUERY += head * width * (G * 2 * HALF)
@@ -714,18 +724,22 @@ class PrefillBlock:
         geometry, k = self.geometry, self.geometry.top_k
         parts = part_lse = None
         if attend:
-            parts, part_lse = self._empty(k, self.group, self.head_dim, dtype=values.dtype), self._empty(k, self.group)
+            parts = self._empty(k, self.group, self.head_dim, dtype=self.query.dtype)
+            part_lse = self._empty(k, self.group)
         # short vectors: fewer registers, so that five programs share a multiprocessor and hide each other's loads
         limits: dict = dict(num_stages=2, maxnreg=96) if self.row_bytes <= 256 else dict(num_stages=1)
+        packed = level == 0 and self.levels.exponents is not None
+        exponents = self.levels.exponents if packed else (self.starts, self.starts)  # some pointer must stand there
         children_kernel[(sort["items"], self.programs)](
-            query, keys, values, logits, marks, parts, part_lse, *self.rope,
+            query, keys, values, *exponents, logits, marks, parts, part_lse, *self.rope,
             *slot_tables(self.rope, geometry.branching, k, self.query.dtype), self.rows, self.starts, **sort,
             begin=self.begin, width=self.width, children=keys.shape[2], span=geometry.branching**level,
             bias=self._bias(level),
             stride_ks=keys.stride(0), stride_kh=keys.stride(1), stride_kn=keys.stride(2),
             stride_vs=values.stride(0), stride_vh=values.stride(1), stride_vn=values.stride(2),
+            stride_es=exponents[0].stride(0) if packed else 0, stride_eh=exponents[0].stride(1) if packed else 0,
             **self.heads, GP=self.group_block, R=geometry.branching, RP=max(geometry.branching, 16), K=k,
-            TOKENS=level == 0, SCORE=score, ATTEND=attend, STRIDE=self.rope[0].shape[1], **self.halves,
+            TOKENS=level == 0, PACKED=packed, SCORE=score, ATTEND=attend, STRIDE=self.rope[0].shape[1], **self.halves,
             BP=self._queries(ROWS), ITEM=PAIRS_OF_PROGRAM, **limits,
         )  # fmt: skip
         return parts, part_lse

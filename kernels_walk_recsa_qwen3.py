@@ -8,16 +8,20 @@ from .kernels_common_recsa_qwen3 import interpreted, launching_on
 from .kernels_decode_recsa_qwen3 import decode_block
 from .kernels_norm_recsa_qwen3 import rms_norm
 from .kernels_prefill_recsa_qwen3 import PrefillBlock
+from .memory_recsa_qwen3 import BLOCK_SHARE, bytes_of_block_query
 from .tree_recsa_qwen3 import Levels, TreeGeometry
 
 # Up to this many new queries a sequence, each query's candidates are split over programs; more are sorted by parent.
 DECODE_QUERIES = 16
-# Share of a GPU's memory that the temporaries of one block may take.
-_MEMORY_SHARE = 1 / 24
 
 
-def unsupported(states: torch.Tensor, geometry: TreeGeometry | None = None, head_dim: int | None = None) -> str | None:
-    """Why the kernels cannot run on the device and dtype of `states`, with this tree; `None` where they can."""
+def unsupported(
+    states: torch.Tensor, geometry: TreeGeometry | None = None, head_dim: int | None = None, packed: bool = False
+) -> str | None:
+    """Why the kernels cannot run on the device and dtype of `states`, with this tree; `None` where they can.
+
+    `packed`: level 0 holds float8 codes.
+    """
     if states.device.type != "cuda" and not interpreted():
         return f"needs a CUDA device, and the tensors are on {states.device.type!r}"
     if states.device.type == "cuda" and (lack := _lack_of_device(states.device)) is not None:
@@ -26,6 +30,8 @@ def unsupported(states: torch.Tensor, geometry: TreeGeometry | None = None, head
         return f"supports float16, bfloat16 and float32, not {states.dtype}"
     if states.dtype == torch.bfloat16 and interpreted():
         return "cannot multiply bfloat16 under Triton's interpreter, float16 and float32 alone"
+    if packed and states.device.type == "cuda" and torch.cuda.get_device_capability(states.device) < (8, 9):
+        return "needs a GPU of compute capability 8.9 or newer for recsa_cache_dtype='fp8_e4m3'"
     if geometry is None or head_dim is None:
         return None
     if not 4 <= geometry.branching <= 64:
@@ -71,7 +77,7 @@ class TritonWalk:
             tensor if tensor.stride(-1) == 1 else tensor.contiguous()
             for tensor in (query, *levels.keys, *levels.values)
         )
-        levels = Levels(tuple(flat[: len(levels.keys)]), tuple(flat[len(levels.keys) :]))
+        levels = Levels(tuple(flat[: len(levels.keys)]), tuple(flat[len(levels.keys) :]), levels.exponents)
         self.levels, self.starts, self.geometry = levels, starts, geometry
         self.rope = tuple(table.float().contiguous() for table in rope)
         self.scaling, self.given = scaling, given
@@ -80,10 +86,9 @@ class TritonWalk:
         """Columns that a block of this many sequences may have."""
         kv_heads, head_dim = self.levels.keys[0].shape[1], self.query.shape[3]
         k, r, group = self.geometry.top_k, self.geometry.branching, self.query.shape[1] // kv_heads
-        part = head_dim * self.query.element_size() + 4 + 4 * r  # partial output, log-sum-exp, logits
-        a_query = rows * kv_heads * max(k * group * part, 4 * self.geometry.top_capacity)
+        a_query = rows * bytes_of_block_query(self.geometry, kv_heads, group, head_dim, self.query.element_size())
         if self.query.device.type == "cuda":
-            budget = int(torch.cuda.get_device_properties(self.query.device).total_memory * _MEMORY_SHARE)
+            budget = int(torch.cuda.get_device_properties(self.query.device).total_memory * BLOCK_SHARE)
         else:
             budget = 1 << 30
         # offsets within a head are 32 bits wide

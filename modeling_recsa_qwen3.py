@@ -6,6 +6,7 @@ copy only the entry file's direct imports. Nothing here decides what a query rea
 """
 
 import dataclasses
+import weakref
 from typing import Any
 
 import torch
@@ -27,14 +28,18 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 from transformers.utils import can_return_tuple, logging
 
 from .attention_recsa_qwen3 import check_backend, prefers_kernels, recsa_attention, rotary_tables
+from .cache_files_recsa_qwen3 import check_origin
 from .cache_recsa_qwen3 import RecSACache
 from .configuration_recsa_qwen3 import RecSAQwen3Config
+from .float8_recsa_qwen3 import pack  # noqa: F401
+from .memory_recsa_qwen3 import free_bytes  # noqa: F401
+from .progress_recsa_qwen3 import reading
 from .rows_recsa_qwen3 import Rows, rows_of_batch
 from .trace_recsa_qwen3 import RecSATrace, recsa_trace
 from .tree_recsa_qwen3 import RecSAPooler, TreeGeometry, build_levels
 
 try:  # named so that loaders copy them; attention_recsa_qwen3 remembers why they failed
-    from .kernels_build_recsa_qwen3 import build_nodes_by_kernel
+    from .kernels_build_recsa_qwen3 import build_nodes_by_kernel, pack_by_kernel
     from .kernels_common_recsa_qwen3 import launching_on
     from .kernels_decode_recsa_qwen3 import decode_block  # noqa: F401
     from .kernels_linear_recsa_qwen3 import project  # noqa: F401
@@ -52,6 +57,10 @@ logger = logging.get_logger(__name__)
 CACHE_FIELD = (
     "cache" if "cache" in {field.name for field in dataclasses.fields(BaseModelOutputWithPast)} else "past_key_values"
 )
+
+
+# Tokens of an answer for which room is reserved where `generate` allows as many.
+LEAST_ANSWER = 1024
 
 
 def backend_of(module: nn.Module, config: RecSAQwen3Config) -> str:
@@ -180,8 +189,8 @@ class RecSAQwen3Attention(nn.Module):
             by_kernel = runs_kernels(self, self.config, key) and not (
                 self.pooler._forward_pre_hooks or "forward" in vars(self.pooler)
             )
-            build = build_nodes_by_kernel if by_kernel else None
-            levels = cache.layers[self.layer_idx].append(key, value, rows, width, self.pooler, build)
+            by = (build_nodes_by_kernel, pack_by_kernel) if by_kernel else ()
+            levels = cache.layers[self.layer_idx].append(key, value, rows, width, self.pooler, *by)
         else:
             levels = build_levels(key, value, self.pooler, geometry.branching, depth)
         positions = longest if geometry.top_k is None else geometry.top_capacity
@@ -397,6 +406,7 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
             raise ValueError("position_ids: packed documents cannot be kept in a cache; pass cache=None.")
         if use_cache and cache is None and not packed:
             cache = RecSACache(self.config)
+            self._check_cache(cache)
 
         trace: RecSATrace | None = self.layers[0].self_attn.trace  # type: ignore[assignment]
         chunk = prefill_chunk_size or self.config.recsa_prefill_chunk
@@ -404,26 +414,33 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
             cache is not None and not torch.is_grad_enabled() and not (output_attentions or output_hidden_states)
         )
         parts = rows.split(chunk) if in_chunks and width > chunk else [(slice(0, width), rows)]
-        if cache is not None and len(parts) > 1:
-            cache.reserve(max(rows.lengths))
+        if cache is not None and width > 1:
+            self._make_room(cache, rows, len(parts) > 1)
         kept: list[torch.Tensor] = []
         self.backends = set()
-        for part, part_rows in parts:
-            if trace is not None:
-                trace.begin()
-            states = source[:, part] if input_ids is None else self.embed_tokens(source[:, part])
-            all_states = all_weights = stepped = None
-            if self._takes_step(states, part_rows, cache, output_attentions or output_hidden_states, trace):
-                stepped = self._step(states, part_rows, cache)
-            if stepped is not None:
-                states = stepped
-            else:
-                states, all_states, all_weights = self._run(
-                    states, part_rows, cache, output_attentions, output_hidden_states
-                )
-            kept.append(states)
-            if hidden_to_keep:
-                kept = [torch.cat(kept, 1)[:, -hidden_to_keep:]]
+        columns = cache.get_seq_length() if cache is not None else 0
+        try:
+            for part, part_rows in reading(parts, batch, self.embed_tokens.weight.device):
+                if trace is not None:
+                    trace.begin()
+                states = source[:, part] if input_ids is None else self.embed_tokens(source[:, part])
+                all_states = all_weights = stepped = None
+                if self._takes_step(states, part_rows, cache, output_attentions or output_hidden_states, trace):
+                    stepped = self._step(states, part_rows, cache)
+                if stepped is not None:
+                    states = stepped
+                else:
+                    states, all_states, all_weights = self._run(
+                        states, part_rows, cache, output_attentions, output_hidden_states
+                    )
+                kept.append(states)
+                if hidden_to_keep:
+                    kept = [torch.cat(kept, 1)[:, -hidden_to_keep:]]
+                columns += part.stop - part.start
+        except BaseException:
+            if cache is not None and len(parts) > 1:
+                cache.roll_back(columns)  # to whole chunks, which stay usable
+            raise
         return BaseModelOutputWithPast(
             last_hidden_state=torch.cat(kept, 1) if len(kept) > 1 else kept[0],
             hidden_states=all_states,
@@ -446,7 +463,7 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
             and states.dtype == cache.layers[0].dtype
             and states.device == cache.layers[0].device == cache.layers[-1].device
             and not torch.is_autocast_enabled(states.device.type)
-            and unsupported(states, cache.geometry, self.config.head_dim) is None
+            and unsupported(states, cache.geometry, self.config.head_dim, cache.layers[0].packed) is None
             # else an interrupted forward left the layers at different lengths, which appending refuses
             and all(layer.history.lengths == cache.history.lengths for layer in cache.layers)
         )
@@ -510,6 +527,22 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
             tuple(all_weights) if output_attentions else None,
         )
 
+    def _make_room(self, cache: RecSACache, rows: Rows, in_chunks: bool) -> None:
+        """Has the cache allocate once for what is known to come, and refuses what the devices cannot hold.
+
+        The limit of an answer is often far beyond its end: of what `generate` expects, a quarter of the prompt is
+        reserved at most, and LEAST_ANSWER where that is more.
+        """
+        longest = max(rows.lengths)
+        answer = min(max(cache.expected - longest, 0), max(LEAST_ANSWER, longest // 4))
+        if answer or in_chunks:
+            cache.reserve(longest + answer)
+        layers: list[Any] = list(self.layers[: len(cache)])
+        if not in_chunks or layers[0].self_attn.pooler.mesh is not None:  # there each process holds some heads only
+            return
+        devices = [layer.self_attn.k_proj.weight.device for layer in layers]
+        cache.check_room(max(rows.lengths), len(rows.starts), self.dtype, devices)
+
     def _check_config(self) -> None:
         """A loaded configuration may have been edited."""
         self.config.check_recsa()
@@ -534,6 +567,9 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
                 f"cache: built for recsa_branching={cache.geometry.branching} and {len(cache)} layers, the model has "
                 f"{self.config.recsa_branching} and {self.config.num_hidden_layers}; make it from this model's config."
             )
+        if cache.model is None or cache.model() is not self:
+            check_origin(cache, self)  # once for a model: its weights are read
+            cache.model = weakref.ref(self)
 
 
 # What a captured step may consist of: an adapter or a quantised layer may do something else at each call.
@@ -684,7 +720,17 @@ class RecSAQwen3ForCausalLM(RecSAQwen3PreTrainedModel, GenerationMixin):
                 given.history.check_mask(mask)
             given._is_user_defined = True
         elif generation_config.use_cache is not False:
-            model_kwargs[CACHE_FIELD] = RecSACache(self.config)
+            given = model_kwargs[CACHE_FIELD] = self._make_cache(generation_config.cache_config)
+        if given is not None:
+            given.expected = max_cache_length + 1
+
+    def _make_cache(self, options: dict[str, Any] | None) -> RecSACache:
+        """A cache with the `cache_config` of a generation configuration."""
+        options = dict(options or {})
+        unknown = sorted(set(options) - {"dtype", "gpu_budget"})
+        if unknown:
+            raise ValueError(f"cache_config: {', '.join(unknown)}: a RecSACache takes 'dtype' and 'gpu_budget'.")
+        return RecSACache(self.config, **options)
 
     def prepare_inputs_for_generation(self, input_ids, next_sequence_length=None, inputs_embeds=None, **kwargs):
         """As inherited, but refuses a history without a new token: it would be fed again behind itself.

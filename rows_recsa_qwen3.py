@@ -5,6 +5,7 @@ padding or with several documents packed in one row is mapped to that form and b
 levels or selection.
 """
 
+import copy
 import functools
 from collections.abc import Sequence
 
@@ -132,6 +133,26 @@ class RowHistory:
         self.offsets: list[int | None] = []
         # runs of columns: (width, mask [B, width] on the CPU or None where every column is a token)
         self._runs: list[tuple[int, torch.Tensor | None]] = []
+
+    @classmethod
+    def of(
+        cls, lengths: Sequence[int], columns: int, offsets: Sequence[int | None], mask: torch.Tensor | None
+    ) -> "RowHistory":
+        """What these attributes say, with the columns' mask as `column_mask` returns it."""
+        history = cls()
+        history.lengths, history.columns, history.offsets = list(lengths), columns, list(offsets)
+        history._runs = [(columns, mask)] if columns else []
+        return history
+
+    def copy(self) -> "RowHistory":
+        """The same, apart."""
+        history = copy.copy(self)
+        history._runs = list(self._runs)  # the other lists are replaced, never changed
+        return history
+
+    def column_mask(self) -> torch.Tensor | None:
+        """`[B, columns]` bool on the CPU, False at padding; `None` where every column is a token."""
+        return None if all(mask is None for _, mask in self._runs) else self.column_positions() >= 0
 
     def append(self, rows: Rows, columns: int) -> None:
         """Records one forward of `columns` columns."""

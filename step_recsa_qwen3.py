@@ -151,6 +151,7 @@ class DecodingStep:
             and (torch.is_inference_mode_enabled() or not self.lengths.is_inference())
             and self._candidates_of(cache, geometry) == self.candidates
             and self._versions == self._versions_of(cache)
+            and cache.writes_in_place()  # else a fork would see the token: room is made anew
             and (self._modules.in_place() if self.graph is not None else self._modules.unchanged())
         )
 
@@ -214,10 +215,11 @@ class DecodingStep:
         tensors = [level.tensors for level in self.levels[layer_idx]]
         keys, values = (tuple(held[name] for held in tensors) for name in ("keys", "values"))
         pooled = tuple(held.get("pooled", held["keys"]) for held in tensors)
-        append_tokens(key, value, keys, values, pooled, self.lengths, pooler)
+        exponents = (tensors[0]["key_exponents"], tensors[0]["value_exponents"]) if len(tensors[0]) > 2 else None
+        append_tokens(key, value, keys, values, pooled, self.lengths, pooler, exponents)
         output = decode_block(
             query,
-            Levels(keys, values),
+            Levels(keys, values, exponents),
             self.rows,
             self.lengths,
             0,

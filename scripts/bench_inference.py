@@ -724,6 +724,25 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
+def provenance(script: str, arguments: list[str] | None, output: Path, run: SimpleNamespace) -> dict[str, Any]:
+    """What made the figures: command, versions, device, dtype and shapes."""
+    given = sys.argv[1:] if arguments is None else arguments
+    given = [Path(text).name if text == str(output) else text for text in given]  # no folder of this machine
+    return {
+        "script": script,
+        "command": shlex.join(["python", script, *given]),
+        "date": datetime.date.today().isoformat(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "transformers": transformers.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version() if torch.cuda.is_available() else None,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "dtype": str(run.dtype),
+        "model": run.shape,
+    }
+
+
 def main(arguments: list[str] | None = None) -> int:
     options, gpu = parse_arguments(arguments), torch.cuda.is_available()
     run = SimpleNamespace(
@@ -733,20 +752,7 @@ def main(arguments: list[str] | None = None) -> int:
         dtype=torch.bfloat16 if gpu else torch.float32,  # Triton's interpreter cannot multiply bfloat16
         shape=TINY_SHAPE if options.tiny else SHAPE,
     )
-    given = sys.argv[1:] if arguments is None else arguments
-    given = [Path(text).name if text == str(options.output) else text for text in given]  # no folder of this machine
-    report: dict[str, Any] = {
-        "script": "scripts/bench_inference.py",
-        "command": shlex.join(["python", "scripts/bench_inference.py", *given]),
-        "date": datetime.date.today().isoformat(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "transformers": transformers.__version__,
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
-        "device": torch.cuda.get_device_name() if gpu else "cpu",
-        "dtype": str(run.dtype),
-        "model": run.shape,
+    report = provenance("scripts/bench_inference.py", arguments, options.output, run) | {
         "sizes": {name: getattr(options, name) for name in SIZES},
         "how": HOW,
         "recsa": [],

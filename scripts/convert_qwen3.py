@@ -3,9 +3,11 @@
     python scripts/convert_qwen3.py --source Qwen/Qwen3-0.6B --output converted/RecSA-Qwen3-0.6B
 
 Every tensor of the source is copied (or cast, with `--dtype`), the poolers are initialised by the model's own code,
-and the tokenizer, chat template and generation config are carried over byte for byte. Tensors pass through one buffer
-of `CHUNK_BYTES`, so memory is the same for any size of model. Everything is checked before anything is written; the
-folder is built beside the output under a `.partial-` name and renamed at the end: the output is complete or absent.
+and the tokenizer, chat template and generation config are carried over byte for byte. Two limits are raised to what
+RecSA supports: `max_position_embeddings`, without a change of the RoPE frequencies, and the tokenizer's
+`model_max_length`. Tensors pass through one buffer of `CHUNK_BYTES`, so memory is the same for any size of model.
+Everything is checked before anything is written; the folder is built beside the output under a `.partial-` name and
+renamed at the end: the output is complete or absent.
 
 This file never runs the model, never runs code from the source, and never changes the source.
 """
@@ -40,10 +42,12 @@ from transformers.dynamic_module_utils import get_relative_import_files
 
 import recsa_qwen3
 from recsa_qwen3 import RecSAQwen3Config, TreeGeometry
+from recsa_qwen3.configuration_recsa_qwen3 import SUPPORTED_TOKENS
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 REPORT = "conversion_report.json"
+TOKENIZER_SETTINGS = "tokenizer_config.json"
 CHUNK_BYTES = 8 * 2**20
 
 # safetensors' names of the dtypes that a Qwen3 checkpoint may be stored in
@@ -53,7 +57,7 @@ DTYPE_CHOICES = ("auto", "bfloat16", "float16", "float32")
 
 CARRIED = (
     "tokenizer.json",
-    "tokenizer_config.json",
+    TOKENIZER_SETTINGS,
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
@@ -279,9 +283,27 @@ def make_config(fields: dict[str, Any], recsa: dict[str, Any]) -> RecSAQwen3Conf
     """
     fields = {key: value for key, value in fields.items() if key not in ("model_type", "transformers_version")}
     try:
-        return RecSAQwen3Config.from_dict({**fields, **recsa})
+        config = RecSAQwen3Config.from_dict({**fields, **recsa})
+        raise_limit(config)
     except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
         raise ConversionError(f"the configuration is refused: {error}") from error
+    return config
+
+
+def raise_limit(config: RecSAQwen3Config) -> None:
+    """Raises `max_position_embeddings` to `SUPPORTED_TOKENS`, so that `generate` neither warns nor stops before.
+
+    Some RoPE types take from that field what their parameters leave out: those are written first, so that the
+    frequencies stay the source's.
+    """
+    rope, length = config.rope_parameters, config.max_position_embeddings
+    if length >= SUPPORTED_TOKENS:
+        return
+    if rope["rope_type"] in ("yarn", "llama3"):
+        rope.setdefault("original_max_position_embeddings", length)
+        if rope["factor"] is None:  # YaRN: the ratio of the two lengths
+            rope["factor"] = length / rope["original_max_position_embeddings"]
+    config.max_position_embeddings = SUPPORTED_TOKENS
 
 
 def read_header(path: Path) -> list[StoredTensor]:
@@ -549,11 +571,18 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def carry_over(source: Path, folder: Path) -> list[str]:
-    """Copies tokenizer, chat template, generation config and licence; returns their names."""
+    """Copies tokenizer, chat template, generation config and licence; returns their names.
+
+    One value is not the source's: a `model_max_length` below `SUPPORTED_TOKENS` in the tokenizer's settings.
+    """
     names = sorted({path.relative_to(source).as_posix() for pattern in CARRIED for path in source.glob(pattern)})
     for name in names:
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(source / name, folder / name)
+    settings = read_json(source / TOKENIZER_SETTINGS) if TOKENIZER_SETTINGS in names else {}
+    length = settings.get("model_max_length")  # without one a tokenizer has no limit
+    if isinstance(length, (int, float)) and length < SUPPORTED_TOKENS:
+        write_json(folder / TOKENIZER_SETTINGS, {**settings, "model_max_length": SUPPORTED_TOKENS})
     return names
 
 

@@ -5,28 +5,37 @@
     python scripts/generate.py --model DIR_OR_HUB_ID --prompt-file book.txt --question "Who is the narrator?"
     cat notes.txt | python scripts/generate.py --model DIR_OR_HUB_ID --prompt-file -
 
-Shows progress while it reads, streams the answer, then prints tokens, time, levels, and how many entries the last
-query read against how many dense attention would have. Without `--model`, the small dense checkpoint of this
-repository is converted once by `scripts/convert_qwen3.py` and used. This file decides nothing about attention.
+    python scripts/generate.py ... --save-cache DIR              # then, for another question on the same text:
+    python scripts/generate.py ... --load-cache DIR --question "And her brother?"
+
+Says what the text will take, shows progress while it reads, streams the answer, then prints tokens, time, levels, and
+how many entries the last query read against how many dense attention would have. Without `--model`, the small dense
+checkpoint of this repository is converted once by `scripts/convert_qwen3.py` and used. This file decides nothing about
+attention.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
+import os
 import time
+from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, TextStreamer, set_seed
 from transformers.utils import logging
 
+import long_text
 import needle_text
 
 try:
     from recsa_qwen3 import RecSACache, RecSAPooler, RecSAQwen3ForCausalLM, TreeGeometry
+    from recsa_qwen3.cache_files_recsa_qwen3 import check_target
     from recsa_qwen3.modeling_recsa_qwen3 import CACHE_FIELD
 except ImportError as error:
     raise SystemExit(f"recsa_qwen3 cannot be imported ({error}); run: pip install -e . in the repository") from error
@@ -37,6 +46,8 @@ DEFAULT = ROOT / "models" / "small-recsa"
 # The library's r and k; exactly dense up to the length that the small model was trained at.
 DEFAULT_FIELDS = {"recsa_branching": 16, "recsa_top_k": 128, "recsa_top_capacity": 2048}
 DEFAULT_HAYSTACK = 4096
+# Beside a saved cache: the ids that it was filled with.
+PROMPT_IDS = "prompt_ids.safetensors"
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -61,6 +72,18 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--top-capacity", type=int, help="M, tokens up to which attention is exactly dense")
     parser.add_argument("--dense", action="store_true", help="dense attention at every length, for comparison")
     parser.add_argument("--chunk", type=int, help="tokens per prefill chunk")
+    parser.add_argument(
+        "--cache-dtype",
+        choices=("auto", "fp8_e4m3"),
+        help="how tokens are stored; the checkpoint's if left out",
+    )
+    parser.add_argument(
+        "--gpu-budget", type=float, metavar="GIB", help="of the GPU, in all; tokens beyond it lie in host memory"
+    )
+    parser.add_argument("--save-cache", metavar="DIR", help="keep what was read, after reading or Ctrl-C")
+    parser.add_argument(
+        "--load-cache", metavar="DIR", help="read on from what was kept: as far as its text is the prompt's"
+    )
     parser.add_argument("--sample", action="store_true", help="sample instead of greedy decoding")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
@@ -78,6 +101,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         parser.error(f"--device {options.device}: {error}")
     if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
         parser.error(f"--device {options.device}: not available here; use cpu")
+    if options.gpu_budget is not None and (device.type != "cuda" or options.gpu_budget < 0):
+        parser.error(f"--gpu-budget {options.gpu_budget}: at least 0, and for a CUDA device; leave it out on {device}")
     return options
 
 
@@ -144,41 +169,85 @@ def read_prompt(
             example = needle_text.make_example(options.haystack or DEFAULT_HAYSTACK, options.task, options.seed)
         except ValueError as error:
             raise SystemExit(f"--haystack: {error}") from error
-        text = example.prompt if options.question is None else f"{example.prompt}\n{options.question}"
+        text: Iterable[str] = [example.prompt]
+        question = "" if options.question is None else f"\n{options.question}"
         if options.question is None and options.model is not None:
             # another model's tokenizer: ask in words, and let it count its own tokens
-            text = f"{text}\nComplete the last line with the words that were noted above."
+            question = "\nComplete the last line with the words that were noted above."
     else:
-        example = None
-        try:
-            text = sys.stdin.read() if options.prompt_file == "-" else Path(options.prompt_file).read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise SystemExit(f"--prompt-file: {error}") from error
-        if options.question:
-            text = f"{text}\n\n{options.question}"
-    if not text.strip():
-        raise SystemExit("--prompt-file: the text is empty")
-    if tokenizer.chat_template and not options.raw:
-        messages = [{"role": "user", "content": text}]
-        text = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=False, enable_thinking=False
-        )
-    ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids
+        example, text = None, long_text.read_pieces(options.prompt_file)
+        question = f"\n\n{options.question}" if options.question else ""
+    pieces: Iterable[str] = long_text.not_blank(chain(text, [question]))
+    try:
+        if tokenizer.chat_template and not options.raw:
+            pieces = long_text.chat_pieces(tokenizer, pieces)
+        ids = long_text.tokenize_text(tokenizer, pieces)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"--prompt-file: {error}") from error
     if ids.shape[1] < 2:
         raise SystemExit("the prompt has fewer than two tokens")
     return ids, example
 
 
-def prefill(model: RecSAQwen3ForCausalLM, ids: torch.Tensor, chunk: int, reserve: int) -> RecSACache:
-    """Reads all but the last token of `ids` `[1, N]` into a cache, with a progress bar on standard error."""
-    cache = RecSACache(model.config, reserve=reserve)
-    end = ids.shape[1] - 1
-    with torch.inference_mode(), tqdm(total=end, unit="tok", unit_scale=True, desc="reading", file=sys.stderr) as bar:
-        for begin in range(0, end, chunk):
-            part = ids[:, begin : min(begin + chunk, end)]
-            model(part, cache=cache, logits_to_keep=1)
-            bar.update(part.shape[1])
+def open_cache(options: argparse.Namespace, model: RecSAQwen3ForCausalLM, ids: torch.Tensor) -> RecSACache:
+    """A cache with room for `ids` `[1, N]` and the answer, empty or with what `--load-cache` holds of these ids."""
+    room = ids.shape[1] + options.max_new_tokens
+    folder = options.load_cache
+    if folder is None:
+        return RecSACache(model.config, room, options.cache_dtype, options.gpu_budget)
+    try:
+        held = load_file(Path(folder) / PROMPT_IDS)["ids"].to(ids)
+        cache = RecSACache.load(folder, model, reserve=room, gpu_budget=options.gpu_budget)
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise SystemExit(f"--load-cache {folder}: {error}") from error
+    if cache.lengths != [len(held)]:
+        raise SystemExit(f"--load-cache {folder}: {PROMPT_IDS} has {len(held):,} tokens, the cache {cache.lengths}")
+    if options.cache_dtype not in (None, cache.cache_dtype):
+        raise SystemExit(f"--cache-dtype: {folder} holds {cache.cache_dtype!r}; leave the option out")
+    # the last token is always fed: its logits begin the answer
+    end = min(len(held), ids.shape[1] - 1)
+    same = int((held[:end] == ids[0, :end]).long().cumprod(0).sum())
+    if 2 * same < len(held):
+        raise SystemExit(
+            f"--load-cache {folder}: was filled with another text: of its {len(held):,} tokens only the first "
+            f"{same:,} begin this prompt; give the text that it was made from, or leave the option out"
+        )
+    cache.crop(same - len(held))
+    print(f"{same:,} of {len(held):,} tokens reused from {folder}")
     return cache
+
+
+def save_cache(options: argparse.Namespace, cache: RecSACache, ids: torch.Tensor) -> None:
+    """Writes the cache to `--save-cache`, and which of `ids` `[1, N]` it holds."""
+    target = Path(options.save_cache) / PROMPT_IDS
+    part = target.with_suffix(".part")
+    try:
+        target.unlink(missing_ok=True)  # never beside a cache that it does not belong to
+        cache.save(options.save_cache, overwrite=True)
+        save_file({"ids": ids[0, : cache.get_seq_length()].int().cpu()}, part)
+        os.replace(part, target)
+    except OSError as error:  # what was read is worth an answer all the same
+        print(f"--save-cache: nothing was kept: {error}")
+        return
+    print(f"kept {cache.get_seq_length():,} tokens in {options.save_cache}")
+
+
+def prefill(options: argparse.Namespace, model: RecSAQwen3ForCausalLM, ids: torch.Tensor, cache: RecSACache) -> None:
+    """Reads all but the last token of `ids` `[1, N]` into the cache."""
+    begin = cache.get_seq_length()
+    try:
+        if begin < ids.shape[1] - 1:
+            with torch.inference_mode():
+                model(ids[:, begin:-1], cache=cache, logits_to_keep=1, prefill_chunk_size=options.chunk)
+    except MemoryError as error:
+        raise SystemExit(f"the prompt does not fit: {error}") from error
+    except KeyboardInterrupt:
+        if options.save_cache and cache.get_seq_length() > begin:
+            save_cache(options, cache, ids)
+            print("interrupted; the same command with --load-cache goes on from there")
+        raise
+    if options.save_cache:
+        save_cache(options, cache, ids)
 
 
 def describe_read(geometry: TreeGeometry, tokens: int) -> str:
@@ -198,9 +267,15 @@ def describe_read(geometry: TreeGeometry, tokens: int) -> str:
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    if options.save_cache:
+        try:
+            check_target(options.save_cache, overwrite=options.save_cache == options.load_cache)
+        except (OSError, ValueError) as error:
+            raise SystemExit(f"--save-cache: {error}") from error
     set_seed(options.seed)
+    logging.disable_progress_bar()  # of loading weights
     model = load_model(options)
+    logging.enable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(options.model or DEFAULT)
     ids, example = read_prompt(options, tokenizer)
     tokens = ids.shape[1]
@@ -211,9 +286,11 @@ def main(arguments: list[str] | None = None) -> int:
         f"{model.dtype} on {model.device}".replace("torch.", "")
     )
 
+    cache = open_cache(options, model, ids)
+    print(cache.foresee(tokens + options.max_new_tokens, 1, model.dtype, model.device))
+    known = cache.get_seq_length()
     began = time.perf_counter()
-    chunk = options.chunk or min(fields.recsa_prefill_chunk, 1024 if model.device.type == "cpu" else 1 << 20)
-    cache = prefill(model, ids, chunk, reserve=tokens + options.max_new_tokens)
+    prefill(options, model, ids, cache)
     read = time.perf_counter() - began
     tail = ids[0, -12:]
     print(f"the text ends: ... {tokenizer.decode(tail, skip_special_tokens=True)}\nanswer:")
@@ -231,7 +308,7 @@ def main(arguments: list[str] | None = None) -> int:
     wrote = time.perf_counter() - began
     new = output[0, tokens:]
 
-    print(f"\nread {tokens:,} tokens in {read:.1f} s ({tokens / read:,.0f} tokens/s), ", end="")
+    print(f"\nread {tokens - known:,} tokens in {read:.1f} s ({(tokens - known) / read:,.0f} tokens/s), ", end="")
     print(f"wrote {len(new)} in {wrote:.2f} s ({wrote / len(new) * 1000:.0f} ms each); ", end="")
     print(f"path of the last step: {model.last_backend}")
     print(describe_read(TreeGeometry.from_config(fields), tokens))

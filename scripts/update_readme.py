@@ -143,6 +143,81 @@ def bench_kernels() -> str:
     return table(["ms", *columns], [[name, *cells] for name, cells in sums.items()])
 
 
+def bench_million() -> str:
+    """Whole `generate()` calls on very long prompts, from every file of such runs."""
+    rows, sources = [], []
+    reports = [load(path.stem) for path in sorted((ROOT / "benchmarks").glob("bench_million*.json"))]
+    dense = {length: s for report in reports for length, s in _dense_of_million(report).items()}
+    for report in reports:
+        sources.append(f"`{report['command']}`")
+        for run in report["runs"]:
+            slower = dense.get(str(run["tokens"]))
+            steps = sorted(((int(length), ms) for length, ms in run["step_ms"].items()), reverse=True)
+            budget = run["gpu_budget_gib"]
+            rows.append([
+                _geometry(run),
+                f"{run['tokens']:,}",
+                f"{report['chunk']:,}",
+                run["cache_dtype"] + (f", {budget:g} GiB of the GPU" if budget else ""),
+                f"{run['prefill_seconds']:.0f} s",
+                f"~ {slower:.0f} s, {slower / run['prefill_seconds']:.1f} ×" if slower else "–",
+                f"{run['decode_ms']:.1f} ms",
+                " / ".join(f"{ms:.2f}" for _, ms in steps) + " ms",
+                f"{run['peak_gib']:.0f} GiB",
+            ])  # fmt: skip
+    header = [
+        "r, k, M",
+        "tokens",
+        "chunk",
+        "cache",
+        "prefill",
+        "dense",
+        "per new token",
+        "step here / at half",
+        "peak",
+    ]
+    first = reports[0]
+    source = (
+        f"{first['device']}, {first['dtype'].removeprefix('torch.')}, Qwen3-4B's shape with random weights, batch 1, "
+        f"128 new tokens; torch {first['torch']}, triton {first['triton']}, transformers {first['transformers']}; "
+        f"{', '.join(sources)}.\n"
+    )
+    return table(header, rows) + "\n" + source
+
+
+def _dense_of_million(report: dict[str, Any]) -> dict[str, float]:
+    return report["dense"]["by_backend"]["cudnn"]["scaled_seconds"] if report["dense"] else {}
+
+
+def float8_cache() -> str:
+    """Exact answers with tokens in the model's dtype and in float8."""
+    report = load("float8_cache")
+    rows = [
+        [
+            f"{row['length']:,}",
+            row["task"],
+            *(f"{100 * row[f'exact_{dtype}'] / row['prompts']:.1f} %" for dtype in ("auto", "fp8_e4m3")),
+            f"{100 * row['same_answers'] / row['prompts']:.1f} %",
+            f"{row['logits_relative_rms']:.3f}",
+        ]
+        for row in report["accuracy"]
+    ]
+    prompts = report["accuracy"][0]["prompts"]
+    totals = [sum(row[f"exact_{dtype}"] for row in report["accuracy"]) for dtype in ("auto", "fp8_e4m3")]
+    number = prompts * len(rows)
+    source = (
+        f"{prompts} prompts a line; over all {number:,}: {100 * totals[0] / number:.2f} % and "
+        f"{100 * totals[1] / number:.2f} %. Relative RMS of keys under {_errors(report, 'keys')}. {report['device']}, "
+        f"{report['dtype'].removeprefix('torch.')}, torch {report['torch']}, transformers {report['transformers']}; "
+        f"`{report['command']}`.\n"
+    )
+    return table(["tokens", "task", "auto", "fp8_e4m3", "same answer", "logits' relative RMS"], rows) + "\n" + source
+
+
+def _errors(report: dict[str, Any], which: str) -> str:
+    return ", ".join(f"{name}: {100 * error[which]:.2f} %" for name, error in report["scales"].items())
+
+
 def _geometry(entry: dict[str, Any]) -> str:
     return ", ".join(str(number) for number in entry["geometry"].values())
 
@@ -161,7 +236,15 @@ def _source_of_inference(report: dict[str, Any]) -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
-    for function in (train_small, bench_reference, bench_inference, bench_inference_m2048, bench_kernels)
+    for function in (
+        train_small,
+        bench_reference,
+        bench_inference,
+        bench_inference_m2048,
+        bench_kernels,
+        bench_million,
+        float8_cache,
+    )
 }
 
 

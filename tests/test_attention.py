@@ -124,7 +124,7 @@ def test_operator_strides(how):
     """TK-03: views of larger buffers, in and (the upstream gradient) out; operands are not written to."""
     case = make_case()
     levels, query = case.levels(), case.query.requires_grad_()
-    levels = Levels(*(tuple(t.detach().requires_grad_() for t in tensors) for tensors in levels))
+    levels = Levels(*(tuple(t.detach().requires_grad_() for t in tensors) for tensors in levels[:2]))
     expected = case.run(levels=levels)
     upstream = torch.randn_like(expected.output)
     leaves = [query, *levels.keys, *levels.values]
@@ -298,6 +298,29 @@ def test_block_size_never_changes_the_result():
         blocks = case.run(block_elements=block_elements)
         torch.testing.assert_close(blocks.output, whole.output, rtol=1e-11, atol=1e-12)
         assert all(torch.equal(blocks.selection[level], nodes) for level, nodes in whole.selection.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_turning_whole_levels_ahead_never_changes_the_result(dtype, monkeypatch):
+    """Where queries gather more than a level holds; not where one query reads a long cache, nor under a gradient."""
+    case = make_case((0, 3, 150), (90, 40, 60), dtype=dtype)
+    turned: list[int] = []
+    turn_once = attention_recsa_qwen3._Call._turn_once
+
+    def watched(call):
+        turn_once(call)
+        turned.append(len(call.turned))
+
+    monkeypatch.setattr(attention_recsa_qwen3._Call, "_turn_once", watched)
+    ahead = case.run()
+    monkeypatch.setattr(attention_recsa_qwen3, "_TURNED_ELEMENTS", 0)
+    gathered = case.run()
+    assert turned[0] > 0 and turned[1] == 0 and torch.equal(ahead.output, gathered.output)
+    monkeypatch.undo()
+    monkeypatch.setattr(attention_recsa_qwen3._Call, "_turn_once", watched)
+    make_case((3000,), (1,), dtype=dtype).run()
+    case.run(query=case.query.clone().requires_grad_())
+    assert turned[2:] == [0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -1,4 +1,4 @@
-"""The inference benchmark at toy sizes on a CPU: its flow, what it computes, and the dense attentions it times."""
+"""The benchmarks of inference at toy sizes on a CPU: its flow, what it computes, and the dense attentions it times."""
 
 import json
 from functools import partial
@@ -7,7 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import bench_float8
 import bench_inference as bench
+import bench_million
 
 CPU = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32)
 
@@ -124,3 +126,32 @@ def test_sizes_are_the_issue_s_unless_given():
     options = bench.parse_arguments(["--geometry", "32,64,8192", "--geometry", "16,128,8192", "--sections", "dense"])
     assert options.geometry == [(32, 64, 8192), (16, 128, 8192)] and options.lengths == bench.SIZES["lengths"]
     assert options.chunk == 4096 and options.sections == ["dense"]
+
+
+def test_the_benchmark_of_very_long_prompts(tmp_path, capsys):
+    """Toy sizes, whole flow; the estimate is printed, and every figure of the README's table is there."""
+    assert bench_million.main(["--tiny", "--output", str(tmp_path / "out.json")]) == 0
+    report = json.loads((tmp_path / "out.json").read_text())
+    (run,) = report["runs"]
+    assert run["backend"] == "triton" and run["tokens"] == 68 and run["cache_dtype"] == "fp8_e4m3"
+    assert run["prefill_seconds"] > 0 and run["decode_ms"] > 0 and set(run["step_ms"]) == {"70", "34"}
+    assert report["dense"]["by_backend"]["flash"]["scaled_seconds"]["68"] > 0
+    assert str(tmp_path) not in json.dumps(report) and "1 x 71 tokens" in capsys.readouterr().out
+
+
+def test_a_run_that_fails_leaves_its_reason(tmp_path, monkeypatch):
+    def broken(*_):
+        raise MemoryError("too long")
+
+    monkeypatch.setattr(bench_million, "one_run", broken)
+    assert bench_million.main(["--tiny", "--dense-layers", "0", "--output", str(tmp_path / "out.json")]) == 1
+    assert "MemoryError: too long" in json.loads((tmp_path / "out.json").read_text())["runs"][0]["refused"]
+
+
+def test_the_benchmark_of_float8(tmp_path):
+    arguments = ["--lengths", "512", "--prompts", "2", "--output", str(tmp_path / "out.json")]
+    assert bench_float8.main(arguments) == 0
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert all(0 < error < 0.05 for errors in report["scales"].values() for error in errors.values())
+    assert sum(row["exact_auto"] for row in report["accuracy"]) >= 4  # of 6, within the length it was trained at
+    assert all(0 < row["logits_relative_rms"] < 0.2 for row in report["accuracy"])

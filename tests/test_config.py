@@ -39,6 +39,8 @@ OTHER = dict(
     recsa_backend="reference",
     recsa_prefill_chunk=20,
     recsa_cuda_graph=False,
+    recsa_cache_dtype="fp8_e4m3",
+    recsa_gpu_budget=24.0,
 )
 IMPOSSIBLE = [
     *[("recsa_branching", value) for value in (0, -4, 1, 3, 12, 4.0, True, None, "4")],
@@ -49,6 +51,8 @@ IMPOSSIBLE = [
     *[("recsa_backend", value) for value in ("cuda", None, "")],
     *[("recsa_prefill_chunk", value) for value in (0, -1, 2.5, True, None)],
     *[("recsa_cuda_graph", value) for value in (1, None)],
+    *[("recsa_cache_dtype", value) for value in ("fp8", None, torch.float8_e4m3fn)],
+    *[("recsa_gpu_budget", value) for value in (-1, "24", True)],
     ("num_key_value_heads", 3),
 ]
 

@@ -27,6 +27,7 @@ from convert_qwen3 import ConversionError, convert, main
 from fresh import ROOT, SOURCES, run_fresh, tiny_tokenizer
 from hub_server import HubServer
 from recsa_qwen3 import RecSAQwen3Config, RecSAQwen3ForCausalLM
+from recsa_qwen3.configuration_recsa_qwen3 import SUPPORTED_TOKENS
 
 STOCK = {name: value for name, value in TINY.items() if not name.startswith("recsa_")}
 RECSA = {name: value for name, value in TINY.items() if name.startswith("recsa_")}
@@ -308,7 +309,7 @@ def test_rope_in_every_spelling(source, output, spelling):
     edit_json(source / "config.json", **entries, transformers_version="4.57.1")
     convert(source, output, recsa=RECSA)
     stock, ours = Qwen3Config.from_pretrained(source), RecSAQwen3Config.from_pretrained(output)
-    assert ours.rope_parameters == stock.rope_parameters
+    assert ours.rope_parameters == stock.rope_parameters and ours.max_position_embeddings == SUPPORTED_TOKENS
     assert (ours.rope_parameters["rope_type"], ours.rope_parameters["rope_theta"]) == (kind, theta)
     theirs = modeling_qwen3.Qwen3RotaryEmbedding(stock)
     for config in (ours, RecSAQwen3Config.from_dict(ours.to_dict())):
@@ -322,6 +323,82 @@ def test_rope_in_every_spelling(source, output, spelling):
     assert relative_rms(logits, expected) <= RELATIVE_RMS[torch.float32]
 
 
+LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+# settings that leave to max_position_embeddings what they do not say
+LENGTH_BOUND = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0},
+    "yarn, the factor null": {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 128},
+    "yarn, both lengths": {"rope_type": "yarn", **YARN},
+    "llama3": LLAMA3,
+    "llama3, both lengths": {**LLAMA3, "original_max_position_embeddings": 128},
+}
+
+
+@pytest.mark.parametrize("place", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize("kind", LENGTH_BOUND)
+def test_a_longer_limit_changes_no_frequency(source, output, kind, place):
+    """Those of the installed stock Qwen3 with the source's own limit, bit for bit, also after another save."""
+    edit_json(source / "config.json", **{**V4, "rope_theta": THETA, place: LENGTH_BOUND[kind]})
+    convert(source, output, recsa=RECSA)
+    config = RecSAQwen3Config.from_pretrained(output)
+    config.save_pretrained(output.with_name("again"))
+    theirs = modeling_qwen3.Qwen3RotaryEmbedding(Qwen3Config.from_pretrained(source))
+    for folder in (output, output.with_name("again")):
+        config = RecSAQwen3Config.from_pretrained(folder)
+        assert config.max_position_embeddings == SUPPORTED_TOKENS > STOCK["max_position_embeddings"]
+        written = json.loads((folder / "config.json").read_text())["rope_parameters"]
+        assert ("original_max_position_embeddings" in written) == (written["rope_type"] in ("yarn", "llama3"))
+        rotary = modeling_qwen3.Qwen3RotaryEmbedding(config)
+        assert same_bits(rotary.inv_freq, theirs.inv_freq) and rotary.attention_scaling == theirs.attention_scaling
+
+
+def test_the_models_limit_is_never_lowered(source, output):
+    longer = {"max_position_embeddings": 2 * SUPPORTED_TOKENS, "rope_parameters": {"rope_type": "yarn", "factor": 4.0}}
+    edit_json(source / "config.json", **longer)
+    convert(source, output, recsa=RECSA)
+    config = RecSAQwen3Config.from_pretrained(output)
+    assert config.max_position_embeddings == 2 * SUPPORTED_TOKENS
+    assert config.rope_parameters["original_max_position_embeddings"] == 2 * SUPPORTED_TOKENS
+
+
+@pytest.mark.parametrize("length", [512, SUPPORTED_TOKENS, 10**30, 1e30, None, REMOVED])
+def test_the_tokenizers_limit(source, output, length):
+    """Raised where it is too low, with nothing else changed; otherwise the file stays as it is, byte for byte."""
+    tiny_tokenizer().save_pretrained(source)
+    edit_json(source / "tokenizer_config.json", model_max_length=length, note="é")
+    report = convert(source, output, recsa=RECSA)
+    assert "tokenizer_config.json" in report["carried_over"]
+    old, new = (json.loads((folder / "tokenizer_config.json").read_text()) for folder in (source, output))
+    if length == 512:
+        assert new == {**old, "model_max_length": SUPPORTED_TOKENS} and list(new) == list(old)
+    else:
+        assert (output / "tokenizer_config.json").read_bytes() == (source / "tokenizer_config.json").read_bytes()
+    assert AutoTokenizer.from_pretrained(output).model_max_length >= SUPPORTED_TOKENS
+
+
+WARNINGS = """
+tokenizer = AutoTokenizer.from_pretrained(args[0], trust_remote_code=True)
+model = AutoModelForCausalLM.from_pretrained(args[0], trust_remote_code=True).eval()
+text = "w5 w7 w9 " * 200
+inputs = tokenizer(text, return_tensors="pt")
+cut = tokenizer(text, truncation=True).input_ids
+output = model.generate(**inputs, do_sample=False, pad_token_id=0)
+report(lengths=[inputs.input_ids.shape[1], len(cut), output.shape[1]])
+"""
+
+
+def test_beyond_the_sources_limits_nothing_warns_or_stops(source, output, tmp_path):
+    """A prompt beyond both limits of the source, through the public calls with their defaults."""
+    tiny_tokenizer().save_pretrained(source)
+    edit_json(source / "tokenizer_config.json", model_max_length=512)
+    convert(source, output, recsa=RECSA)
+    run = run_fresh(WARNINGS, output, home=tmp_path / "a", env={"HF_HUB_OFFLINE": "1"})
+    assert run["lengths"] == [600, 600, 620]
+    assert not re.search("predefined maximum length|longer than the specified maximum", run["stderr"])
+
+
 def test_config_is_the_sources_with_the_recsa_fields(source, output):
     edit_json(source / "config.json", _name_or_path="/somewhere/else", max_position_embeddings=1234, extra_note="kept")
     convert(source, output, recsa={"recsa_top_k": None, "recsa_top_capacity": 40})
@@ -333,6 +410,7 @@ def test_config_is_the_sources_with_the_recsa_fields(source, output):
         old.pop(name, None)
     auto_map = new.pop("auto_map")
     old |= {"architectures": ["RecSAQwen3ForCausalLM"], "model_type": "recsa_qwen3"}
+    old["max_position_embeddings"] = SUPPORTED_TOKENS
     assert new == old
     assert auto_map == RecSAQwen3Config().auto_map and len(auto_map) == 6
 

@@ -69,7 +69,7 @@ class Operands:
 
     def exact(self, selection: dict[int, torch.Tensor] | None) -> torch.Tensor:
         """The reference's output in float64, given the selection."""
-        levels = Levels(*(tuple(tensor.double() for tensor in tensors) for tensors in self.levels))
+        levels = Levels(*(tuple(tensor.double() for tensor in tensors) for tensors in self.levels[:2]))
         return self.run(query=self.query.double(), levels=levels, selection=selection, backend="reference").output
 
     def at(self, start: int, count: int, query: torch.Tensor | None = None) -> "Operands":
@@ -79,9 +79,9 @@ class Operands:
             query = torch.randn_like(self.query[:, :, :1].expand(-1, -1, count, -1))
         depth = self.geometry.depth(start + count - 1)
         nodes = [-(-((start + count) // r**level) // r) * r for level in range(depth + 1)]
-        levels = Levels(*(tuple(t[:, :, :n] for t, n in zip(tensors, nodes, strict=False)) for tensors in self.levels))
+        cut = (tuple(t[:, :, :n] for t, n in zip(tensors, nodes, strict=False)) for tensors in self.levels[:2])
         return dataclasses.replace(
-            self, starts=(start,) * sequences, counts=(count,) * sequences, query=query, levels=levels
+            self, starts=(start,) * sequences, counts=(count,) * sequences, query=query, levels=Levels(*cut)
         )
 
     def dense_queries(self, row: int) -> int:
@@ -96,7 +96,7 @@ class Operands:
             starts=(start,),
             counts=(count,),
             query=self.query[row : row + 1, :, :count],
-            levels=Levels(*(tuple(t[row : row + 1] for t in tensors) for tensors in self.levels)),
+            levels=Levels(*(tuple(t[row : row + 1] for t in tensors) for tensors in self.levels[:2])),
         )
 
 
@@ -313,7 +313,7 @@ def poisoned(operands: Operands) -> Operands:
     levels = Levels(
         *(
             tuple(move(tensor, [n // r**level for n in lengths], 2 * r) for level, tensor in enumerate(tensors))
-            for tensors in operands.levels
+            for tensors in operands.levels[:2]
         )
     )
     return dataclasses.replace(operands, query=move(operands.query, operands.counts, 0), levels=levels)
@@ -396,7 +396,17 @@ def check_large(geometry: TreeGeometry, tokens: int, dtype: torch.dtype, kv_head
         assert torch.equal(tensor[:, :, -1:], node)
         assert torch.equal(tensor[:, :, :-1].sum((0, 2, 3), dtype=torch.float32), rest)
 
-    levels = Levels(tuple(all_keys), tuple(all_values))
+    check_end(geometry, tokens, dtype, Levels(tuple(all_keys), tuple(all_values)), pooler, group, head_dim)
+    packed = [kernels_build.pack_by_kernel(states) for states in (keys, values)]
+    del stored, pooled, keys, values
+    all_keys[0], all_values[0] = (codes for codes, _ in packed)
+    exponents = packed[0].exponents, packed[1].exponents
+    check_end(geometry, tokens, dtype, Levels(tuple(all_keys), tuple(all_values), exponents), pooler, group, head_dim)
+
+
+def check_end(geometry: TreeGeometry, tokens: int, dtype: torch.dtype, levels: Levels, pooler, group, head_dim):
+    """Prefill and a step of the last queries against the reference on their slices, all in float64."""
+    kv_heads = levels.keys[0].shape[1]
     tables = tuple(table.to(DEVICE) for table in oracle.rope_tables(1e6, head_dim, range(geometry.top_capacity)))
     for count in (20, 1):
         query = torch.randn(1, kv_heads * group, count, head_dim, device=DEVICE).to(dtype)
@@ -407,7 +417,8 @@ def check_large(geometry: TreeGeometry, tokens: int, dtype: torch.dtype, kv_head
 
 
 def test_offsets_beyond_32_bits():
-    """Level 0 of 2.2M tokens has more than 2^31 elements; three levels are completed by the last token."""
+    """Level 0 of 2.2M tokens has more than 2^31 elements, as vectors and as float8 codes; the last token completes
+    three levels."""
     if torch.cuda.get_device_properties(0).total_memory < 80 << 30:
         pytest.skip("needs 80 GB")
     tokens = 538 * 16**3

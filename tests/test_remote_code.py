@@ -158,4 +158,4 @@ def test_triton_may_be_missing_or_broken(origin, expected, tmp_path):
 def test_the_import_scan_does_not_ask_for_triton():
     """transformers refuses to load code that imports, outside `try`, something that is not installed."""
     required = {package for source in SOURCES for package in get_imports(ROOT / source)}
-    assert required - set(sys.stdlib_module_names) <= {"torch", "transformers", "packaging"}
+    assert required - set(sys.stdlib_module_names) <= {"torch", "transformers", "packaging", "safetensors"}

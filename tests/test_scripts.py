@@ -10,6 +10,7 @@ import generate
 import needle_text
 import update_readme
 from conftest import ROOT
+from recsa_qwen3 import RecSACache, modeling_recsa_qwen3, progress_recsa_qwen3
 
 FEW = ["--max-new-tokens", "6", "--device", "cpu"]
 SPARSE = ["--top-k", "4", "--top-capacity", "64"]  # r = 16: sparse from 65 tokens on
@@ -27,13 +28,15 @@ def default(tmp_path_factory):
         yield folder
 
 
-def test_a_haystack_within_the_dense_range_is_answered(default, capsys):
-    assert generate.main(["--haystack", "500", *FEW]) == 0
+def test_a_haystack_within_the_dense_range_is_answered(default, capsys, monkeypatch):
+    monkeypatch.setattr(progress_recsa_qwen3, "DELAY", 0)
+    assert generate.main(["--haystack", "500", "--chunk", "100", *FEW]) == 0
     out, err = capsys.readouterr()
     example = needle_text.make_example(500, "needle", 0)
     assert f"expected: {example.answer} -> right" in out
     assert "path of the last step: dense" in out and "dense attention" in out
     assert "reading: 100%" in err
+    assert "GiB of keys and values" in out
 
 
 def test_beyond_the_dense_range_it_says_what_one_query_read(default, capsys):
@@ -70,6 +73,71 @@ def test_a_stock_checkpoint_is_read_with_a_notice(default, capsys):
     assert "poolers are untrained" in capsys.readouterr().out
 
 
+def answer(out: str) -> str:
+    return out.split("answer:")[1].split("\nread ")[0]
+
+
+def test_a_kept_text_is_asked_again_and_answers_as_if_read_anew(default, tmp_path, capsys):
+    (tmp_path / "text.txt").write_text(needle_text.make_example(600, "needle", 3).prompt)
+    text = ["--prompt-file", str(tmp_path / "text.txt"), *SPARSE, *FEW]
+    folder = str(tmp_path / "kept")
+    for question in ("ask : blue garden =", "ask : red heron ="):
+        asked = [*text, "--question", question]
+        assert generate.main(asked) == 0
+        cold = answer(capsys.readouterr().out)
+        if not (tmp_path / "kept").exists():
+            assert generate.main([*asked, "--save-cache", folder]) == 0
+            assert answer(capsys.readouterr().out) == cold
+        assert generate.main([*asked, "--load-cache", folder]) == 0
+        out = capsys.readouterr().out
+        reused = int(out.split(" of ")[0].split()[-1])
+        assert answer(out) == cold and reused >= 580 and "tokens reused" in out
+    # kept anew, in the same place, with the second question at its end
+    assert generate.main([*asked, "--load-cache", folder, "--save-cache", folder, "--max-new-tokens", "2"]) == 0
+    assert generate.main([*asked, "--load-cache", folder]) == 0
+    assert answer(capsys.readouterr().out.split("tokens reused")[-1]) == cold
+
+
+def test_what_was_read_when_interrupted_is_kept(default, tmp_path, capsys, monkeypatch):
+    arguments = ["--haystack", "600", "--chunk", "100", *SPARSE, *FEW]
+    assert generate.main(arguments) == 0
+    cold = answer(capsys.readouterr().out)
+    folder = tmp_path / "kept"
+
+    def interrupted(parts, batch, device):
+        yield from parts[:3]
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(modeling_recsa_qwen3, "reading", interrupted)
+        generate.main([*arguments, "--save-cache", str(folder)])
+    assert "kept 300 tokens" in capsys.readouterr().out
+    assert RecSACache.load(folder).lengths == [300]
+    assert generate.main([*arguments, "--load-cache", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert answer(out) == cold and "300 of 300 tokens reused" in out
+
+
+def test_a_kept_text_that_does_not_fit_is_refused(default, tmp_path):
+    folder = tmp_path / "kept"
+    arguments = ["--haystack", "300", *SPARSE, *FEW]
+    generate.main([*arguments, "--save-cache", str(folder)])
+    load = ["--load-cache", str(folder)]
+    for more, message in (
+        (["--task", "alias"], "another text"),
+        (["--top-k", "5"], "recsa_top_k"),
+        (["--cache-dtype", "fp8_e4m3"], "--cache-dtype"),
+        (["--dtype", "float16"], "float32"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            generate.main([*arguments, *load, *more])
+    with pytest.raises(SystemExit, match="holds a cache already"):
+        generate.main([*arguments, "--save-cache", str(folder)])
+    (folder / generate.PROMPT_IDS).unlink()
+    with pytest.raises(SystemExit, match=generate.PROMPT_IDS):
+        generate.main([*arguments, *load])
+
+
 def test_bad_requests_are_refused_by_name(default, tmp_path):
     (tmp_path / "empty.txt").write_text(" \n")
     with pytest.raises(SystemExit, match="text is empty"):
@@ -93,11 +161,12 @@ def test_bad_requests_are_refused_by_name(default, tmp_path):
         ["--max-new-tokens", "0"],
         ["--dense", "--top-k", "4"],
         ["--seed", "-1"],
+        ["--gpu-budget", "20"],
     ],
 )
 def test_impossible_arguments_are_refused_before_any_work(arguments, capsys):
     with pytest.raises(SystemExit):
-        generate.parse_arguments(arguments)
+        generate.parse_arguments([*arguments, "--device", "cpu"] if "--device" not in arguments else arguments)
     assert arguments[0] in capsys.readouterr().err
 
 
