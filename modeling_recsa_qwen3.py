@@ -29,6 +29,7 @@ from transformers.utils import can_return_tuple, logging
 
 from .attention_recsa_qwen3 import check_backend, prefers_kernels, recsa_attention, rotary_tables
 from .cache_files_recsa_qwen3 import check_origin
+from .cache_layer_recsa_qwen3 import RecSALayer  # noqa: F401
 from .cache_recsa_qwen3 import RecSACache
 from .configuration_recsa_qwen3 import RecSAQwen3Config
 from .float8_recsa_qwen3 import pack  # noqa: F401

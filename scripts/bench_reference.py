@@ -4,13 +4,16 @@
 
 A random 4-layer, 256-wide model (r = 16, k = 16, M = 256): prefill time per token and peak memory at several lengths,
 each in a process of its own, and the time of one decode step on a cache filled with random keys and values (how the
-cache was filled does not change what a step costs). The claim under test: cost per query grows with the logarithm of
-the length. This file never touches a GPU.
+cache was filled does not change what a step costs). Then the main job's command over a long text with the embedded
+model, as a whole. The claim under test: cost per query grows with the logarithm of the length. This file never touches
+a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import os
 import platform
@@ -25,6 +28,7 @@ from typing import Any
 import torch
 import transformers
 
+import generate
 from recsa_qwen3 import (
     RecSACache,
     RecSAPooler,
@@ -51,6 +55,7 @@ SHAPE: dict[str, Any] = dict(
     recsa_top_capacity=256,
 )
 FILL = 4096  # tokens appended at once while a cache is filled
+HAYSTACK_TOP_K = 32  # a quarter of the library's k: what a CPU reads in minutes
 WARM_UP = 10  # decode steps before the timed ones
 
 
@@ -76,6 +81,23 @@ def measure_prefill(length: int) -> dict[str, float]:
         "ms_per_token": round(seconds / length * 1e3, 4),
         "peak_mib": round(peak / 1024, 1),
         "peak_above_start_mib": round((peak - before) / 1024, 1),
+    }
+
+
+def measure_haystack(length: int) -> dict[str, float]:
+    """Seconds of `scripts/generate.py` on a haystack of `length` tokens with the embedded model: the whole command."""
+    began = time.perf_counter()
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        generate.main(["--haystack", str(length), "--top-k", str(HAYSTACK_TOP_K), "--device", "cpu"])
+    seconds = time.perf_counter() - began
+    tokens = int(out.getvalue().split(" tokens;")[0].split()[-1].replace(",", ""))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {
+        "length": length,
+        "tokens": tokens,
+        "top_k": HAYSTACK_TOP_K,
+        "seconds": round(seconds, 1),
+        "peak_mib": round(peak / 1024, 1),
     }
 
 
@@ -155,6 +177,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path("benchmarks/bench_reference.json"))
     parser.add_argument("--prefill", type=int, nargs="+", default=[8192, 32768, 65536])
     parser.add_argument("--decode", type=int, nargs="+", default=[8192, 65536, 262144])
+    parser.add_argument("--haystack", type=int, nargs="+", default=[131072])
     parser.add_argument("--repeats", type=int, default=100, help="decode steps timed")
     parser.add_argument("--threads", type=int, default=min(os.cpu_count() or 1, 2))
     parser.add_argument("--one", nargs=2, metavar=("KIND", "LENGTH"), help=argparse.SUPPRESS)
@@ -162,7 +185,7 @@ def main() -> int:
     torch.set_num_threads(options.threads)
     if options.one:
         kind, number = options.one[0], int(options.one[1])
-        measure = {"prefill": measure_prefill, "blocks": measure_blocks}.get(kind)
+        measure = {"prefill": measure_prefill, "blocks": measure_blocks, "haystack": measure_haystack}.get(kind)
         print(json.dumps(measure(number) if measure else measure_decode(number, options.repeats)))
         return 0
     options.output.parent.mkdir(parents=True, exist_ok=True)
@@ -176,6 +199,7 @@ def main() -> int:
         "prefill": [in_own_process("prefill", length, options) for length in options.prefill],
         "decode": [in_own_process("decode", length, options) for length in options.decode],
         "blocks": [in_own_process("blocks", exponent, options) for exponent in range(16, 23, 2)],
+        "haystack": [in_own_process("haystack", length, options) for length in options.haystack],
     }
     options.output.write_text(json.dumps(report, indent=2) + "\n")
     print(f"wrote {options.output}")

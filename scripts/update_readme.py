@@ -53,9 +53,12 @@ def bench_reference() -> str:
         for row in report["prefill"]
     ]
     decode = [[f"{row['length']:,}", f"{row['median_ms']:.1f} ms"] for row in report["decode"]]
+    job = report["haystack"][0]
     model = report["model"]
     source = (
-        f"Random model, {model['num_hidden_layers']} layers, width {model['hidden_size']}, "
+        f"`scripts/generate.py --haystack {job['length']} --top-k {job['top_k']} --device cpu`, the embedded model on "
+        f"the same CPU: {job['seconds'] / 60:.1f} minutes in all, {job['peak_mib'] / 1024:.1f} GiB.\n\n"
+        f"Tables: random model, {model['num_hidden_layers']} layers, width {model['hidden_size']}, "
         f"r = {model['recsa_branching']}, k = {model['recsa_top_k']}, M = {model['recsa_top_capacity']}; "
         f"{report['threads']} threads of {report['processor']}, torch {report['torch']}, "
         f"transformers {report['transformers']}, `{report['script']}`.\n"

@@ -17,7 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from conftest import DENSE, LOGITS_ATOL, TINY, random_ids, tiny_config, tiny_model
-from recsa_qwen3 import RecSACache, RecSAPooler, RecSAQwen3ForCausalLM, build_levels, cache_recsa_qwen3, recsa_trace
+from recsa_qwen3 import (
+    RecSACache,
+    RecSAPooler,
+    RecSAQwen3ForCausalLM,
+    build_levels,
+    cache_layer_recsa_qwen3,
+    recsa_trace,
+)
 from recsa_qwen3.modeling_recsa_qwen3 import CACHE_FIELD
 from recsa_qwen3.rows_recsa_qwen3 import Rows
 
@@ -301,13 +308,13 @@ def test_an_append_costs_one_node_per_completed_level(monkeypatch):
     """Token n completes a node at each level l with r^l | n; nothing else is built, written or copied."""
     cache, pooler = RecSACache(tiny_config(), 3000), RecSAPooler(2, R, TINY["head_dim"])
     built = []
-    build = cache_recsa_qwen3.build_nodes
+    build = cache_layer_recsa_qwen3.build_nodes
 
     def counting(pooler, pooled, values, branching):
         built.append(pooled.shape[2] // branching)
         return build(pooler, pooled, values, branching)
 
-    monkeypatch.setattr(cache_recsa_qwen3, "build_nodes", counting)
+    monkeypatch.setattr(cache_layer_recsa_qwen3, "build_nodes", counting)
     layer, cost = cache.layers[0], {}
     for length in range(2, 2100):
         built.clear()

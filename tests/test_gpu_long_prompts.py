@@ -113,6 +113,32 @@ def test_methods_of_a_cache_on_the_host():
     assert torch.equal(model.generate(ids, num_beams=3, max_new_tokens=9, do_sample=False), kept)
 
 
+@pytest.mark.parametrize("dtype", ["auto", "fp8_e4m3"])
+def test_kept_and_forked_in_every_place(dtype, tmp_path):
+    """Filled under a budget, then forked, and opened again on the GPU and under the budget: no bit changes."""
+    model = model_on_gpu(recsa_cache_dtype=dtype, recsa_prefill_chunk=40)
+    room, ids = TOKENS + 40, random_ids(1, TOKENS).cuda()
+    caches = [RecSACache(model.config, reserve=room, gpu_budget=budget) for budget in (None, 0)]
+    with torch.no_grad():
+        for cache in caches:
+            model(ids, cache=cache)
+    caches[1].save(tmp_path / "kept")
+    caches += [
+        caches[1].fork(),
+        RecSACache.load(tmp_path / "kept", model, reserve=room),
+        RecSACache.load(tmp_path / "kept", model, reserve=room, gpu_budget=0),
+    ]
+    whole = torch.cat([ids, random_ids(1, 7).cuda()], 1)
+    options = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    logits = []
+    for cache in reversed(caches):  # the fork before its origin, which then has to part from it
+        out = model.generate(whole, attention_mask=torch.ones_like(whole), **options, **{CACHE_FIELD: cache})
+        logits.append(torch.cat(out.logits))
+    assert all(torch.equal(logits[-1], other) for other in logits)
+    places = [on_host(cache.layers[1].levels[0].tensors["keys"]) for cache in caches]
+    assert places == [False, True, True, False, True]
+
+
 def test_host_memory_is_given_back():
     """Twenty caches of 64 MiB of page-locked memory one after another, each registered anew."""
     device = torch.device("cuda", 0)

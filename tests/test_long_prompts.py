@@ -5,7 +5,13 @@ import torch
 from transformers.utils import logging
 
 from conftest import DENSE, LOGITS_ATOL, random_ids, tiny_config, tiny_model
-from recsa_qwen3 import RecSACache, cache_recsa_qwen3, memory_recsa_qwen3, progress_recsa_qwen3
+from recsa_qwen3 import (
+    RecSACache,
+    cache_layer_recsa_qwen3,
+    cache_recsa_qwen3,
+    memory_recsa_qwen3,
+    progress_recsa_qwen3,
+)
 from recsa_qwen3.modeling_recsa_qwen3 import CACHE_FIELD, LEAST_ANSWER
 
 torch.set_num_threads(1)
@@ -30,7 +36,7 @@ def test_the_estimate_is_what_a_cache_takes(dtype, tokens, batch):
     memory = RecSACache.estimate(model.config, tokens, batch, torch.float32)
     held = sum(level.nbytes for layer in cache.layers for level in layer.levels)
     # a first allocation is no smaller than this
-    least = cache_recsa_qwen3._FIRST_TOKENS
+    least = cache_layer_recsa_qwen3._FIRST_TOKENS
     if tokens >= least:
         assert memory.token_bytes + memory.node_bytes == held
     else:
@@ -70,9 +76,11 @@ def test_an_impossible_estimate_is_refused(wrong):
 def test_generate_allocates_once(monkeypatch, chunk):
     """Prompt and answer lie in the storage of the first allocation, whatever the chunks."""
     model, made = tiny_model(num_hidden_layers=1, recsa_prefill_chunk=chunk), []
-    real = cache_recsa_qwen3._Level._zeros
+    real = cache_layer_recsa_qwen3.LevelStorage._zeros
     monkeypatch.setattr(
-        cache_recsa_qwen3._Level, "_zeros", lambda level, like, n: made.append((level, n)) or real(level, like, n)
+        cache_layer_recsa_qwen3.LevelStorage,
+        "_zeros",
+        lambda level, like, n: made.append((level, n)) or real(level, like, n),
     )
     out = model.generate(random_ids(2, 90), max_new_tokens=50, do_sample=False, return_dict_in_generate=True)
     cache = getattr(out, CACHE_FIELD)
@@ -143,7 +151,7 @@ def test_an_interruption_leaves_whole_chunks(monkeypatch, at, padded):
     cache, begin = RecSACache(model.config), 0
     target, name, number = model.model.layers[0 if at == "first layer" else -1].self_attn.o_proj, "forward", 3
     if at == "growing":  # a later turn, whose room is made in its first chunk: here within the second layer
-        begin, target, name, number = 60, cache_recsa_qwen3._Level, "_zeros", 6
+        begin, target, name, number = 60, cache_layer_recsa_qwen3.LevelStorage, "_zeros", 6
         read(model, ids[:, :60], cache, attention_mask=mask[:, :60])
     real = getattr(target, name)
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from conftest import LOGITS_ATOL, random_ids, tiny_model
-from recsa_qwen3 import RecSACache, TreeGeometry, cache_recsa_qwen3, modeling_recsa_qwen3
+from recsa_qwen3 import RecSACache, TreeGeometry, cache_layer_recsa_qwen3, modeling_recsa_qwen3
 from recsa_qwen3.rows_recsa_qwen3 import Rows
 
 torch.set_num_threads(1)
@@ -268,14 +268,14 @@ def test_nodes_built_per_token(monkeypatch):
     """LP-05: one token completes at most one node per level, and each node is built exactly once."""
     model = tiny_model(**SMALL)
     built: list[int] = []
-    build_nodes = cache_recsa_qwen3.build_nodes
+    build_nodes = cache_layer_recsa_qwen3.build_nodes
 
     def counting(pooler, pooled, values, branching):
         nodes = build_nodes(pooler, pooled, values, branching)
         built.append(nodes.keys.shape[2])
         return nodes
 
-    monkeypatch.setattr(cache_recsa_qwen3, "build_nodes", counting)
+    monkeypatch.setattr(cache_layer_recsa_qwen3, "build_nodes", counting)
     cache = filled_cache(model, 500)
     counts = TreeGeometry.from_config(model.config).node_counts(500)[1:]
     assert built == counts
