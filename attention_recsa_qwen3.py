@@ -148,7 +148,7 @@ def recsa_attention(
     """
     check_backend(backend)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    job = _Call(query, levels, tuple(starts), tuple(counts), geometry, rope, scaling, dropout)
+    job = OperatorCall(query, levels, tuple(starts), tuple(counts), geometry, rope, scaling, dropout)
     job.block_elements = block_elements or _BLOCK_ELEMENTS.get(query.device.type, 1 << 22)
     job.given = selection
     if prefers_kernels(backend, query.device):
@@ -203,7 +203,29 @@ def _lack_of_kernels(query, levels, geometry, dropout, return_weights) -> str | 
     return unsupported(query, geometry, query.shape[3], levels.exponents is not None)
 
 
-class _Call:
+class WalkedLevel(NamedTuple):
+    """One level as the queries of a block see it.
+
+    Attributes:
+        level: l.
+        logits: of all candidates, `[S', H_kv, w, G, n]`; those not `scored` are to be masked.
+        scored: complete candidates, `[S', 1 or H_kv, w, n]` bool; at level 0 the tokens read, the query's own too.
+        summed: those that one softmax sums at this level: the scored ones that were not chosen; all at level 0.
+        parents: whose children the candidates are, `[S', H_kv, w, k]`; `None` at the top, where all nodes are.
+        nodes: the candidates, `[S', H_kv, w, n]`; `None` at the top: 0 ... n - 1.
+        chosen: `[S', H_kv, w, k]`, ascending, the path node last; `None` at level 0.
+    """
+
+    level: int
+    logits: torch.Tensor
+    scored: torch.Tensor
+    summed: torch.Tensor
+    parents: torch.Tensor | None
+    nodes: torch.Tensor | None
+    chosen: torch.Tensor | None
+
+
+class OperatorCall:
     """One call of the operator: the inputs, and the pieces of the output `[rows, columns] -> [S', H_kv, w, G, D]`."""
 
     block_elements: int
@@ -239,7 +261,7 @@ class _Call:
             return False
         width, tokens = max(dense), max(self.starts[s] + dense[s] for s in rows)
         query = _take_rows(self.query[:, :, :width], rows)
-        key, value = (self._states(which, 0, tokens, rows, query.dtype) for which in ("keys", "values"))
+        key, value = (self.states(which, 0, tokens, rows, query.dtype) for which in ("keys", "values"))
         start = torch.tensor([self.starts[s] for s in rows], device=query.device)
         position = start[:, None] + torch.arange(width, device=query.device)  # [S', w]
         # a slot past the row's end stands beyond the table and is discarded below
@@ -343,54 +365,74 @@ class _Call:
 
     def _walk(self, rows: list[int], begin: int, end: int, depth: int, keep_selection: bool) -> torch.Tensor:
         """One block from its top level down to the tokens: the output `[S', H_kv, w, G, D]`."""
-        r, k = self.geometry.branching, self.geometry.top_k
-        assert k is not None
         query = _take_rows(self.query[:, :, begin:end], rows).to(self.dtype)
-        device = query.device
-        start = torch.tensor([self.starts[s] for s in rows], device=device)
-        position = (start[:, None] + torch.arange(begin, end, device=device))[:, None]  # [S', 1, w]
+        start = torch.tensor([self.starts[s] for s in rows], device=query.device)
+        position = (start[:, None] + torch.arange(begin, end, device=query.device))[:, None]  # [S', 1, w]
+        given = None
+        if self.given is not None:
+            given = {level: _take_rows(nodes[:, :, begin:end], rows) for level, nodes in self.given.items()}
         # output [S', H_kv, w, G, D] and log-sum-exp [S', H_kv, w, G] of each level
         parts: list[tuple[torch.Tensor, torch.Tensor]] = []
         spreads = []
-        chosen = None
-        for level in range(depth, -1, -1):
-            path = position // r**level
-            if chosen is None:  # the top: all nodes, the same for every query
-                number = path + 1
-                width = int((max(self.starts[s] for s in rows) + end - 1) // r**level)  # the path node is not scored
-                nodes = None
-                keys, values = (self._states(which, level, width, rows, self.dtype) for which in ("keys", "values"))
-            else:
-                number = (k - 1) * r + path - (position // r ** (level + 1)) * r + 1
-                nodes = (chosen[..., None] * r + torch.arange(r, device=device)).flatten(-2)  # [S', H_kv, w, C]
-                keys, values = (self._gather(which, level, rows, chosen) for which in ("keys", "values"))
-            logits = self._logits(query, keys, number, level)
-            slots = torch.arange(logits.shape[-1], device=device)
-            if level == 0:
-                summed = (slots < number[..., None]).expand(*logits.shape[:3], -1)
-            else:
-                scored = slots < number[..., None] - 1  # all candidates but the path node
-                taken = self._choose(logits, scored, number, level, nodes, path, rows, begin, end)
-                others = taken.nonzero()[:, -1].view(*taken.shape[:3], k - 1)
-                if nodes is not None:
-                    others = nodes.gather(-1, others)
-                chosen = torch.cat((others, path[..., None].expand(*others.shape[:3], 1)), -1)
-                if keep_selection:
-                    self._keep_selection(rows, begin, end, level, chosen)
-                summed = scored & ~taken
-            logits = logits.masked_fill(~summed[..., None, :], float("-inf"))
+        for at in self.walk(rows, query, position, depth, given):
+            if keep_selection and at.chosen is not None:
+                self._keep_selection(rows, begin, end, at.level, at.chosen)
+            logits = at.logits.masked_fill(~at.summed[..., None, :], float("-inf"))
             total = torch.logsumexp(logits, -1)
             weights = torch.softmax(logits, -1)
+            if at.parents is None:
+                values = self.states("values", at.level, logits.shape[-1], rows, self.dtype)
+            else:
+                values = self._gather("values", at.level, rows, at.parents)
             parts.append((_product(self._drop(weights), values), total))
             if self.weights is not None:
-                spreads.append((level, weights, total, nodes))
+                spreads.append((at.level, weights, total, at.nodes))
         totals = torch.stack([total for _, total in parts])
         share = torch.softmax(totals, 0)
         for index, (level, weights, _, nodes) in enumerate(spreads):
             self._spread(rows, begin, end, weights * share[index][..., None], nodes, level)
         return torch.stack([out * share[index][..., None] for index, (out, _) in enumerate(parts)]).sum(0)
 
-    def _logits(self, query, keys, number, level) -> torch.Tensor:
+    def walk(
+        self,
+        rows: list[int],
+        query: torch.Tensor,
+        position: torch.Tensor,
+        depth: int,
+        given: Selection | None = None,
+    ) -> "Iterator[WalkedLevel]":
+        """The levels that queries `[S', H_kv, w, G, D]` at `position` `[S', 1, w]` see, from the top to the tokens."""
+        r, k = self.geometry.branching, self.geometry.top_k
+        assert k is not None
+        parents = nodes = None
+        for level in range(depth, -1, -1):
+            path = position // r**level
+            if parents is None:  # the top: all nodes, the same for every query
+                number = path + 1
+                keys = self.states("keys", level, int(position.max()) // r**level, rows, self.dtype)
+            else:
+                number = (k - 1) * r + path - (position // r ** (level + 1)) * r + 1
+                nodes = (parents[..., None] * r + torch.arange(r, device=query.device)).flatten(-2)  # [S', H_kv, w, C]
+                keys = self._gather("keys", level, rows, parents)
+            logits = self.logits(query, keys, number, level)
+            slots = torch.arange(logits.shape[-1], device=query.device)
+            if level == 0:
+                read = (slots < number[..., None]).expand(*logits.shape[:3], -1)
+                yield WalkedLevel(level, logits, read, read, parents, nodes, None)
+                return
+            scored = slots < number[..., None] - 1  # all candidates but the path node
+            if given is None:
+                taken = self._choose(logits, scored, number)
+            else:
+                taken = self._chosen_before(given, slots, scored, level, nodes, path)
+            others = taken.nonzero()[:, -1].view(*taken.shape[:3], k - 1)
+            if nodes is not None:
+                others = nodes.gather(-1, others)
+            chosen = torch.cat((others, path[..., None].expand(*others.shape[:3], 1)), -1)
+            yield WalkedLevel(level, logits, scored, scored & ~taken, parents, nodes, chosen)
+            parents = chosen
+
+    def logits(self, query, keys, number, level) -> torch.Tensor:
         """`[S', H_kv, w, G, n]`: keys (shapes of `_product`) at positions 0, 1, ..., the query at the path node's."""
         bias = level * math.log(self.geometry.branching) if self.geometry.count_bias else 0.0
         path = number - 1  # [S', 1, w]
@@ -413,7 +455,7 @@ class _Call:
         packed = level == 0 and self.levels.exponents is not None
         return self.levels.exponents[which == "values"] if packed else None
 
-    def _states(self, which: str, level: int, number: int, rows: list[int], dtype: torch.dtype) -> torch.Tensor:
+    def states(self, which: str, level: int, number: int, rows: list[int], dtype: torch.dtype) -> torch.Tensor:
         """The first entries of a level, `[S', H_kv, number, D]`."""
         states, exponents = getattr(self.levels, which)[level], self._exponents(which, level)
         if exponents is not None:
@@ -445,7 +487,7 @@ class _Call:
         for level, keys in enumerate(self.levels.keys[:-1]):  # the highest is a top level
             number = min(-(-longest // r ** (level + 1)) * r, keys.shape[2])
             if len(all_rows) * number <= gathered and keys[:, :, :number].numel() <= _TURNED_ELEMENTS:
-                self.turned[level] = self._turn(self._states("keys", level, number, all_rows, self.dtype))
+                self.turned[level] = self._turn(self.states("keys", level, number, all_rows, self.dtype))
 
     def _pick(self, states: torch.Tensor, rows: list[int], parents: torch.Tensor) -> torch.Tensor:
         """`_gather` as stored: `[S, H_kv, n, x]` -> `[S', H_kv, w, k * r, x]`."""
@@ -461,11 +503,9 @@ class _Call:
         return picked.view(*parents.shape[:3], -1, states.shape[3])
 
     @torch.no_grad()
-    def _choose(self, logits, scored, number, level, nodes, path, rows, begin, end) -> torch.Tensor:
+    def _choose(self, logits, scored, number) -> torch.Tensor:
         """Marks the k - 1 chosen candidates besides the path node, `[S', H_kv, w, n]` bool."""
         slots = torch.arange(logits.shape[-1], device=logits.device)
-        if self.given is not None:
-            return self._chosen_before(slots, scored, level, nodes, path, rows, begin, end)
         recent = self.geometry.recent
         importance = torch.softmax(logits.masked_fill(~scored[..., None, :], float("-inf")), -1).sum(-2)
         free = slots < number[..., None] - 1 - recent
@@ -478,16 +518,15 @@ class _Call:
         lowest_ties = ties & (ties.cumsum(-1) <= places - above.sum(-1, keepdim=True))
         return above | lowest_ties | (scored & ~free)
 
-    def _chosen_before(self, slots, scored, level, nodes, path, rows, begin, end) -> torch.Tensor:
-        """The same marks from a selection made earlier."""
-        assert self.given is not None
-        if level not in self.given:
-            raise ValueError(f"selection: has no level {level}, at which queries choose; it has {sorted(self.given)}.")
-        given = _take_rows(self.given[level][:, :, begin:end], rows).to(slots.device)  # [S', H_kv, w, k]
-        nodes = slots.expand(*given.shape[:3], -1) if nodes is None else nodes
-        place = torch.searchsorted(given.contiguous(), nodes.contiguous()).clamp(max=given.shape[-1] - 1)
-        taken = (given.gather(-1, place) == nodes) & scored
-        fits = (taken.sum(-1) == self.geometry.top_k - 1) & (given[..., -1] == path)
+    def _chosen_before(self, given, slots, scored, level, nodes, path) -> torch.Tensor:
+        """The same marks from a selection made earlier, level -> `[S', H_kv, w, k]`."""
+        if level not in given:
+            raise ValueError(f"selection: has no level {level}, at which queries choose; it has {sorted(given)}.")
+        before = given[level].to(slots.device)
+        nodes = slots.expand(*before.shape[:3], -1) if nodes is None else nodes
+        place = torch.searchsorted(before.contiguous(), nodes.contiguous()).clamp(max=before.shape[-1] - 1)
+        taken = (before.gather(-1, place) == nodes) & scored
+        fits = (taken.sum(-1) == self.geometry.top_k - 1) & (before[..., -1] == path)
         if not bool(fits.all()):
             raise ValueError(
                 f"selection[{level}]: must hold top_k = {self.geometry.top_k} ascending nodes per sparse query, each "
@@ -532,7 +571,7 @@ class _Call:
         """The output as A . V, so that it depends on the matrix that is returned. [paper: the output equals A . V]"""
         assert self.weights is not None
         kv_heads, width, group, tokens = self.weights.shape[1:]
-        values = self._states("values", 0, tokens, list(range(len(self.starts))), self.dtype)
+        values = self.states("values", 0, tokens, list(range(len(self.starts))), self.dtype)
         self.weights = self.weights.transpose(2, 3).flatten(1, 2)  # [S, H, W, N], the tensor that the caller gets
         out = self._drop(self.weights).view(-1, kv_heads, group * width, tokens) @ values
         self.pieces = [(list(range(len(self.starts))), 0, out.unflatten(2, (group, width)).transpose(2, 3))]

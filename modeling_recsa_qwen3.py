@@ -32,6 +32,7 @@ from .cache_files_recsa_qwen3 import check_origin
 from .cache_layer_recsa_qwen3 import RecSALayer  # noqa: F401
 from .cache_recsa_qwen3 import RecSACache
 from .configuration_recsa_qwen3 import RecSAQwen3Config
+from .distillation_recsa_qwen3 import distillation_loss  # noqa: F401
 from .float8_recsa_qwen3 import pack  # noqa: F401
 from .memory_recsa_qwen3 import free_bytes  # noqa: F401
 from .progress_recsa_qwen3 import reading
