@@ -364,7 +364,8 @@ def seconds(tokenizer, text: str) -> float:
 def test_time_is_linear(name, blanks):
     """Also where nothing can be cut: then the text is looked through once and tokenised once."""
     text = random_text(100_000, blanks)
-    assert seconds(make(name), text * 4) < 6 * seconds(make(name), text)
+    # quadratic: 16 times as long; tried again, since a busy machine disturbs single timings
+    assert any(seconds(make(name), text * 4) < 8 * seconds(make(name), text) for _ in range(3))
 
 
 @pytest.mark.parametrize("name", ["word level", "byte level", "prepending", "python"])
