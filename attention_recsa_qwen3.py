@@ -384,6 +384,9 @@ class OperatorCall:
                 values = self.states("values", at.level, logits.shape[-1], rows, self.dtype)
             else:
                 values = self._gather("values", at.level, rows, at.parents)
+                # the path parent's children may lie beyond the row's end, where anything was left: 0 * NaN is NaN
+                last = slice(-self.geometry.branching, None)
+                values[..., last, :].masked_fill_(~at.summed[..., last, None], 0.0)
             parts.append((_product(self._drop(weights), values), total))
             if self.weights is not None:
                 spreads.append((at.level, weights, total, at.nodes))
@@ -461,7 +464,12 @@ class OperatorCall:
         if exponents is not None:
             exponents = _take_rows(exponents[:, :, :number], rows)
         # what is rounded at all is rounded to the dtype of the queries
-        return unpack(_take_rows(states[:, :, :number], rows), exponents, self.query.dtype).to(dtype)
+        taken = unpack(_take_rows(states[:, :, :number], rows), exponents, self.query.dtype).to(dtype)
+        ends = [(self.starts[s] + self.counts[s]) // self.geometry.branching**level for s in rows]
+        if min(ends) < number:  # beyond a row's end anything may be left: 0 * NaN is NaN
+            end = torch.tensor(ends, device=taken.device)[:, None, None, None]
+            taken = taken.masked_fill(torch.arange(number, device=taken.device)[:, None] >= end, 0.0)
+        return taken
 
     def _gather(self, which: str, level: int, rows: list[int], parents: torch.Tensor) -> torch.Tensor:
         """The r children of each parent: `[S', H_kv, w, k]` -> `[S', H_kv, w, k * r, D]`, widened; keys turned."""

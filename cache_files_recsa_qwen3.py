@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import re
+import uuid
 import weakref
 from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -137,18 +138,35 @@ def _sampled_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def deciding_fields(config) -> dict[str, Any]:
     """`FIELDS` of a configuration as JSON has them, M in numbers."""
     fields = {name: getattr(config, name) for name in FIELDS}
-    fields["recsa_top_capacity"] = TreeGeometry.from_config(config).top_capacity
+    fields["recsa_top_capacity"] = TreeGeometry.from_config(config).top_capacity or None  # None: dense, no limit
     return json.loads(json.dumps(fields))
 
 
-def check_origin(cache, model: nn.Module) -> None:
-    """Refuses a model that did not fill a loaded cache; any other cache, and one that holds nothing, is let pass.
+def note_model(cache, decoder: Any) -> None:
+    """Has a cache know the decoder that is about to use it: whose states it holds is asked when it is saved.
 
     Raises:
-        ValueError: names the field and both values, or that the weights differ.
+        ValueError: a loaded cache that another model filled; names the field and both values, or that weights differ.
     """
-    if cache.fingerprint is not None and cache.get_seq_length():
-        _compare(deciding_fields(cache.config), cache.fingerprint, cache.layers[0].dtype, model)
+    if not cache.get_seq_length():
+        cache.fingerprint, cache.mixed = None, False
+        cache.fields, cache.versions = deciding_fields(decoder.config), _versions(decoder)
+    elif cache.fingerprint is not None:
+        # once for a model, since it reads weights
+        _compare(cache.fields, cache.fingerprint, cache.layers[0].dtype, decoder)
+    else:
+        filled = cache.model() if cache.model is not None else None
+        if filled is not decoder:
+            # a copy does not know who filled it; saving will ask
+            cache.mixed = cache.mixed or filled is not None
+            return
+    cache.model = weakref.ref(decoder)
+
+
+def _versions(decoder: nn.Module) -> int:
+    """Rises with every change of a weight in place: steps of an optimizer, loading another checkpoint."""
+    held = (*decoder.parameters(), *decoder.buffers())
+    return sum(tensor._version for tensor in held if not tensor.is_inference())
 
 
 def _compare(fields: dict[str, Any], origin: str, dtype: torch.dtype, model: nn.Module) -> None:
@@ -177,16 +195,21 @@ def _compare_fields(fields: dict[str, Any], decoder: Any) -> None:
 
 
 def check_target(path: str | os.PathLike, overwrite: bool = False) -> None:
-    """Refuses a place where a cache must not be written; a long prompt is better read after this.
+    """Makes the directory, and refuses a place where a cache must or can not be written: before a text is read.
 
     Raises:
+        OSError: no files can be made there.
         FileExistsError: a file, a directory with something else in it, or a cache without `overwrite`.
     """
+    if not os.fspath(path):
+        raise ValueError("path='': name a directory for the cache.")
     path = Path(path)
-    if not path.exists():
-        return
-    if not path.is_dir():
+    if path.exists() and not path.is_dir():
         raise FileExistsError(f"{path}: is a file; a cache is saved to a directory.")
+    path.mkdir(parents=True, exist_ok=True)
+    probe = path / f"{INDEX}{_PART}"
+    probe.touch()  # whether files can be made there
+    probe.unlink()
     if (path / INDEX).exists():
         _read_index(path)  # not ours: not to be replaced
         if not overwrite:
@@ -194,7 +217,8 @@ def check_target(path: str | os.PathLike, overwrite: bool = False) -> None:
         return
     for entry in path.iterdir():
         # what a save that was cut short left behind may go
-        if not _SHARD.fullmatch(entry.name.removesuffix(_PART)) and entry.name != INDEX + _PART:
+        ours = _SHARD.fullmatch(entry.name.removesuffix(_PART)) or entry.name == INDEX + _PART
+        if not ours or not entry.is_file():
             raise FileExistsError(f"{path}: is no cache, but holds {entry.name}; choose another directory.")
 
 
@@ -204,18 +228,12 @@ def save_cache(cache, path: str | os.PathLike, model: nn.Module | None, overwrit
     if type(shard_bytes) is not int or shard_bytes < 1:
         raise ValueError(f"shard_bytes={shard_bytes!r}: must be an int >= 1.")
     histories = [layer.history for layer in cache.layers]
-    if not cache.get_seq_length():
+    if not any(cache.history.lengths):
         raise ValueError("cache: holds no tokens, there is nothing to save.")
     if any((h.lengths, h.columns) != (cache.history.lengths, cache.history.columns) for h in histories):
         raise ValueError("cache: an interrupted forward left its layers at different lengths; read the text again.")
+    config, origin = _origin(cache, model)
     check_target(path, overwrite)
-    if model is not None:
-        check_origin(cache, model)
-        _compare_fields(deciding_fields(cache.config), decoder_of(model))
-    else:
-        model = cache.model() if cache.model is not None else None
-    if model is None and cache.fingerprint is None:
-        raise ValueError("cache: the model that filled it is gone (or it is a copy); call save(path, model=model).")
 
     tensors = {
         f"layers.{number}.levels.{level}.{name}": tensor
@@ -225,6 +243,7 @@ def save_cache(cache, path: str | os.PathLike, model: nn.Module | None, overwrit
     mask = cache.history.column_mask()
     if mask is not None:
         tensors[_MASK] = mask
+    save_id = uuid.uuid4().hex
     shards = list(_shards(tensors, shard_bytes))
     names = [f"cache-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
     keys = cache.layers[0].levels[0].tensors["keys"]
@@ -232,8 +251,9 @@ def save_cache(cache, path: str | os.PathLike, model: nn.Module | None, overwrit
         "format": "recsa_cache",
         "format_version": FORMAT,
         "package_version": _package_version(),
-        "config": deciding_fields(cache.config if model is None else decoder_of(model).config),
-        "fingerprint": cache.fingerprint if model is None else fingerprint(model),
+        "save_id": save_id,
+        "config": config,
+        "fingerprint": origin,
         "cache_dtype": cache.cache_dtype,
         "dtype": str(cache.layers[0].dtype).removeprefix("torch."),
         "kv_heads": keys.shape[1],
@@ -244,10 +264,9 @@ def save_cache(cache, path: str | os.PathLike, model: nn.Module | None, overwrit
         "files": {},
         "tensors": {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard},
     }
-    path.mkdir(parents=True, exist_ok=True)
     try:
         for name, shard in zip(names, shards, strict=True):
-            index["files"][name] = _write_shard(path / f"{name}{_PART}", shard)
+            index["files"][name] = _write_shard(path / f"{name}{_PART}", shard, save_id)
         (path / f"{INDEX}{_PART}").write_text(json.dumps(index, indent=1), encoding="utf-8")
         # from here to the last line the directory is no cache, neither the old nor the new one
         (path / INDEX).unlink(missing_ok=True)
@@ -261,6 +280,34 @@ def save_cache(cache, path: str | os.PathLike, model: nn.Module | None, overwrit
         for entry in path.glob(f"*{_PART}"):
             if _SHARD.fullmatch(entry.name.removesuffix(_PART)) or entry.name == INDEX + _PART:
                 entry.unlink()
+
+
+def _origin(cache, model: nn.Module | None) -> tuple[dict[str, Any], str]:
+    """The deciding fields and the fingerprint of the model that filled a cache, or why they cannot be told."""
+    if cache.mixed:
+        raise ValueError("cache: several models filled it, so no model could go on from it; it cannot be saved.")
+    if cache.fingerprint is not None:
+        if model is not None:
+            _compare(cache.fields, cache.fingerprint, cache.layers[0].dtype, model)
+        return cache.fields, cache.fingerprint
+    filled = cache.model() if cache.model is not None else None
+    source = model if filled is None else filled
+    if source is None:
+        raise ValueError("cache: the model that filled it is gone (or it is a copy); call save(path, model=model).")
+    decoder: Any = decoder_of(source)
+    fields, origin = deciding_fields(decoder.config), fingerprint(decoder)
+    if cache.fields is not None:
+        _compare_fields(cache.fields, decoder)
+    if filled is not None and cache.versions is not None and cache.versions != _versions(decoder):
+        raise ValueError("cache: the model's weights were changed after it was filled; read the text again.")
+    if model is not None:
+        _compare(fields, origin, cache.layers[0].dtype, model)
+    return fields, origin
+
+
+def saved_id(path: str | os.PathLike) -> str:
+    """Tells one save of a cache from all others: for what is kept beside it."""
+    return _read_index(Path(path))["save_id"]
 
 
 def _package_version() -> str | None:
@@ -286,7 +333,7 @@ def _parts(tensor: torch.Tensor) -> Iterable[tuple[int, ...]]:
     return product(*map(range, tensor.shape[: min(2, tensor.dim() - 1)]))
 
 
-def _write_shard(path: Path, tensors: dict[str, torch.Tensor]) -> int:
+def _write_shard(path: Path, tensors: dict[str, torch.Tensor], save_id: str) -> int:
     """Writes a safetensors file piece by piece, where `safetensors.torch.save_file` wants all tensors in host memory.
 
     Returns:
@@ -294,7 +341,7 @@ def _write_shard(path: Path, tensors: dict[str, torch.Tensor]) -> int:
     """
     # wide entries first, so that each tensor begins at a multiple of its entry's size, as readers need
     tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", "save_id": save_id}}
     end = 0
     for name, tensor in tensors.items():
         begin, end = end, end + tensor.nbytes
@@ -336,6 +383,7 @@ def _read_index(path: Path) -> dict[str, Any]:
 
 
 _KINDS = {
+    "save_id": str,
     "config": dict,
     "fingerprint": str,
     "cache_dtype": str,
@@ -357,6 +405,13 @@ def _check_index(path: Path, index: dict[str, Any]) -> None:
             raise ValueError(f"{path / INDEX}: {name} is missing or no {kind.__name__}; the file is damaged.")
     if getattr(torch, index["dtype"], None) not in _DTYPES:
         raise ValueError(f"{path / INDEX}: dtype={index['dtype']!r} is unknown; the file is damaged.")
+    tensors, files = index["tensors"], index["files"]
+    whole = all(type(n) is int and n > 0 for n in (index["kv_heads"], index["head_dim"], *files.values()))
+    offsets = index["offsets"]
+    whole = whole and len(offsets) in (0, len(index["lengths"]))
+    whole = whole and all(offset is None or type(offset) is int for offset in offsets)
+    if not whole or not all(type(name) is str for name in tensors.values()):
+        raise ValueError(f"{path / INDEX}: kv_heads, head_dim, offsets, files or tensors are none; it is damaged.")
     if not index["lengths"] or not all(type(n) is int and 0 <= n <= index["columns"] for n in index["lengths"]):
         raise ValueError(f"{path / INDEX}: lengths do not fit {index['columns']} columns; the file is damaged.")
     for name, size in (dict.fromkeys(index["tensors"].values(), 0) | index["files"]).items():
@@ -377,6 +432,8 @@ def load_cache(kind, path, model: nn.Module | None, device, reserve: int, gpu_bu
     dtype: torch.dtype = getattr(torch, index["dtype"])
     if model is not None and device is not None:
         raise ValueError("device: each layer goes to its model's device; pass model or device, not both.")
+    if device is not None and torch.device(device).type == "meta":
+        raise ValueError("device='meta': holds no numbers; pass a real device.")
     if model is None:
         config = RecSAQwen3Config(**index["config"])
         devices = [torch.device(device or "cpu")] * config.num_hidden_layers
@@ -408,18 +465,20 @@ def load_cache(kind, path, model: nn.Module | None, device, reserve: int, gpu_bu
             held = {
                 name: targets[name] for name, place in index["tensors"].items() if place == file and name in targets
             }
-            _read_shard(path / file, held)
+            _read_shard(path / file, held, index["save_id"])
     if index["lengths"] != ([index["columns"]] * batch if mask is None else mask.sum(1).tolist()):
         raise ValueError(f"{path}: lengths are not what {_MASK} or columns says; the files are damaged.")
-    cache.fingerprint = index["fingerprint"]
+    cache.fields, cache.fingerprint = index["config"], index["fingerprint"]
     if model is not None:
         cache.model = weakref.ref(decoder)
     return cache
 
 
-def _read_shard(path: Path, targets: dict[str, torch.Tensor]) -> None:
+def _read_shard(path: Path, targets: dict[str, torch.Tensor], save_id: str) -> None:
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
+            if (file.metadata() or {}).get("save_id") != save_id:
+                raise ValueError(f"{path}: belongs to another save than its index; copy or save the cache again.")
             for name, target in targets.items():
                 stored = file.get_slice(name)
                 found, expected = (stored.get_dtype(), stored.get_shape()), (_DTYPES[target.dtype], list(target.shape))

@@ -272,6 +272,11 @@ class RecSALayer(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self._check_like(key_states)
+        if self.packed and torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            raise ValueError(
+                "recsa_cache_dtype='fp8_e4m3': codes carry no gradient; run under torch.no_grad(), pass "
+                "use_cache=False, or a RecSACache(config, dtype='auto')."
+            )
         old, new = rows.starts, rows.lengths
         if list(old) != (self.history.lengths or [0] * len(old)):
             raise RuntimeError(

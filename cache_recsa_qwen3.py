@@ -35,17 +35,21 @@ class RecSACache(DynamicCache):
             counts as if all layers lay on one GPU. [our decision]
 
     Raises:
-        ValueError: a dtype that does not exist.
+        ValueError: a dtype that does not exist, a negative budget or reserve.
     """
 
     estimate = staticmethod(estimate)
 
     def __init__(self, config, reserve: int = 0, dtype: str | None = None, gpu_budget: float | None = None):
         super().__init__()
+        if type(reserve) is not int or reserve < 0:
+            raise ValueError(f"reserve={reserve!r}: must be an int >= 0, in tokens a row.")
         self.config = config
         self.geometry = TreeGeometry.from_config(config)
         self.cache_dtype = check_cache_dtype(config.recsa_cache_dtype if dtype is None else dtype)
         budget = config.recsa_gpu_budget if gpu_budget is None else gpu_budget
+        if budget is not None and not budget >= 0:
+            raise ValueError(f"recsa_gpu_budget={budget!r}: must be GiB >= 0, or None for no limit.")
         self.place = TokenPlace(config, self.cache_dtype, budget)
         self.layer_class_to_replicate = None
         self.layers = [
@@ -54,7 +58,11 @@ class RecSACache(DynamicCache):
         ]
         self.step = None  # the decoding step that a model keeps for this cache
         self.expected = 0  # tokens a row that `generate` may come to
-        self.model: weakref.ref | None = None  # the decoder that used it last
+        # whose states these are, kept by `cache_files_recsa_qwen3.note_model`
+        self.model: weakref.ref | None = None  # the decoder that fills it
+        self.fields: dict | None = None  # what its configuration said when the first token came
+        self.versions: int | None = None  # of its weights then
+        self.mixed = False  # several decoders filled it
         self.fingerprint: str | None = None  # where loaded: of the decoder that filled it
 
     def __getstate__(self):
@@ -71,7 +79,8 @@ class RecSACache(DynamicCache):
 
     def reset(self) -> None:
         """Forgets all tokens and frees the storage, which a step would hold."""
-        self.step = self.fingerprint = None
+        self.step = self.fingerprint = self.fields = self.versions = None
+        self.mixed = False
         super().reset()
 
     def fork(self) -> "RecSACache":
@@ -160,11 +169,12 @@ class RecSACache(DynamicCache):
             MemoryError: with what is needed, what is free, and the remedies.
         """
         tokens = max(tokens, self.layers[0].reserve)
-        if self.is_initialized and self.layers[0].levels[0].capacity >= tokens:
+        in_place = self.writes_in_place()  # else a fork keeps what is held, and this cache gets storage of its own
+        if self.is_initialized and self.layers[0].levels[0].capacity >= tokens and in_place:
             return
         need = self.foresee(tokens, batch, dtype, devices[0])
         levels = [level for layer in self.layers for level in layer.levels]
-        held = sum(level.nbytes for level in levels if not level.is_on_host(level.capacity))
+        held = sum(level.nbytes for level in levels if not level.is_on_host(level.capacity)) if in_place else 0
         places: list[tuple[torch.device | None, int]] = [(None, need.host_bytes)] if need.host_bytes else []
         for device in dict.fromkeys(devices):
             share = devices.count(device) / len(devices)

@@ -6,7 +6,6 @@ copy only the entry file's direct imports. Nothing here decides what a query rea
 """
 
 import dataclasses
-import weakref
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 from transformers.utils import can_return_tuple, logging
 
 from .attention_recsa_qwen3 import check_backend, prefers_kernels, recsa_attention, rotary_tables
-from .cache_files_recsa_qwen3 import check_origin
+from .cache_files_recsa_qwen3 import note_model
 from .cache_layer_recsa_qwen3 import RecSALayer  # noqa: F401
 from .cache_recsa_qwen3 import RecSACache
 from .configuration_recsa_qwen3 import RecSAQwen3Config
@@ -440,7 +439,7 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
                     kept = [torch.cat(kept, 1)[:, -hidden_to_keep:]]
                 columns += part.stop - part.start
         except BaseException:
-            if cache is not None and len(parts) > 1:
+            if cache is not None:
                 cache.roll_back(columns)  # to whole chunks, which stay usable
             raise
         return BaseModelOutputWithPast(
@@ -537,13 +536,13 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
         """
         longest = max(rows.lengths)
         answer = min(max(cache.expected - longest, 0), max(LEAST_ANSWER, longest // 4))
+        layers: list[Any] = list(self.layers[: len(cache)])
+        # tensor-parallel: each process holds some heads only
+        if in_chunks and layers[0].self_attn.pooler.mesh is None:
+            devices = [layer.self_attn.k_proj.weight.device for layer in layers]
+            cache.check_room(longest + answer, len(rows.starts), self.dtype, devices)
         if answer or in_chunks:
             cache.reserve(longest + answer)
-        layers: list[Any] = list(self.layers[: len(cache)])
-        if not in_chunks or layers[0].self_attn.pooler.mesh is not None:  # there each process holds some heads only
-            return
-        devices = [layer.self_attn.k_proj.weight.device for layer in layers]
-        cache.check_room(max(rows.lengths), len(rows.starts), self.dtype, devices)
 
     def _check_config(self) -> None:
         """A loaded configuration may have been edited."""
@@ -569,9 +568,8 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
                 f"cache: built for recsa_branching={cache.geometry.branching} and {len(cache)} layers, the model has "
                 f"{self.config.recsa_branching} and {self.config.num_hidden_layers}; make it from this model's config."
             )
-        if cache.model is None or cache.model() is not self:
-            check_origin(cache, self)  # once for a model: its weights are read
-            cache.model = weakref.ref(self)
+        if cache.model is None or cache.model() is not self or not cache.get_seq_length():
+            note_model(cache, self)
 
 
 # What a captured step may consist of: an adapter or a quantised layer may do something else at each call.
@@ -720,6 +718,12 @@ class RecSAQwen3ForCausalLM(RecSAQwen3PreTrainedModel, GenerationMixin):
             # newer versions pass None for a mask of ones; a mask of another width is refused by forward
             if mask is None or mask.dim() == 2 and mask.shape[1] >= given.get_seq_length():
                 given.history.check_mask(mask)
+            told = generation_config.cache_config or {}
+            if told.get("dtype", given.cache_dtype) != given.cache_dtype:
+                raise ValueError(
+                    f"cache_config: dtype={told['dtype']!r}, the cache that was passed has {given.cache_dtype!r}; "
+                    "leave one of them out."
+                )
             given._is_user_defined = True
         elif generation_config.use_cache is not False:
             given = model_kwargs[CACHE_FIELD] = self._make_cache(generation_config.cache_config)

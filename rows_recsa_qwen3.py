@@ -203,7 +203,7 @@ class RowHistory:
             agrees = given is None or bool(given.all())
         else:
             held = self.column_positions() >= 0
-            agrees = given is not None and torch.equal(given.ne(0).cpu(), held)
+            agrees = bool(held.all()) if given is None else torch.equal(given.ne(0).cpu(), held)
         if not agrees:
             raise ValueError(
                 "attention_mask: its cached part marks other tokens than the cache holds; "

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, TextStreamer, set_seed
 from transformers.utils import logging
 
@@ -35,8 +35,8 @@ import needle_text
 
 try:
     from recsa_qwen3 import RecSACache, RecSAPooler, RecSAQwen3ForCausalLM, TreeGeometry
-    from recsa_qwen3.cache_files_recsa_qwen3 import check_target
-    from recsa_qwen3.modeling_recsa_qwen3 import CACHE_FIELD
+    from recsa_qwen3.cache_files_recsa_qwen3 import check_target, saved_id
+    from recsa_qwen3.modeling_recsa_qwen3 import CACHE_FIELD, LEAST_ANSWER
 except ImportError as error:
     raise SystemExit(f"recsa_qwen3 cannot be imported ({error}); run: pip install -e . in the repository") from error
 
@@ -191,17 +191,20 @@ def read_prompt(
 
 def open_cache(options: argparse.Namespace, model: RecSAQwen3ForCausalLM, ids: torch.Tensor) -> RecSACache:
     """A cache with room for `ids` `[1, N]` and the answer, empty or with what `--load-cache` holds of these ids."""
-    room = ids.shape[1] + options.max_new_tokens
+    tokens = ids.shape[1]
+    room = tokens + min(options.max_new_tokens, max(LEAST_ANSWER, tokens // 4))  # an answer often ends before
     folder = options.load_cache
     if folder is None:
         return RecSACache(model.config, room, options.cache_dtype, options.gpu_budget)
     try:
-        held = load_file(Path(folder) / PROMPT_IDS)["ids"].to(ids)
+        saved = saved_id(folder)
+        with safe_open(Path(folder) / PROMPT_IDS, framework="pt") as file:
+            held = file.get_tensor("ids").to(ids)
+            if (file.metadata() or {}).get("save_id") != saved:
+                raise ValueError(f"{PROMPT_IDS} belongs to another save than the cache beside it; keep the text anew")
         cache = RecSACache.load(folder, model, reserve=room, gpu_budget=options.gpu_budget)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise SystemExit(f"--load-cache {folder}: {error}") from error
-    if cache.lengths != [len(held)]:
-        raise SystemExit(f"--load-cache {folder}: {PROMPT_IDS} has {len(held):,} tokens, the cache {cache.lengths}")
+    except (OSError, ValueError, MemoryError, SafetensorError) as error:
+        raise SystemExit(f"--load-cache {folder}: {error} (a cache of --save-cache has {PROMPT_IDS})") from error
     if options.cache_dtype not in (None, cache.cache_dtype):
         raise SystemExit(f"--cache-dtype: {folder} holds {cache.cache_dtype!r}; leave the option out")
     # the last token is always fed: its logits begin the answer
@@ -221,12 +224,12 @@ def save_cache(options: argparse.Namespace, cache: RecSACache, ids: torch.Tensor
     """Writes the cache to `--save-cache`, and which of `ids` `[1, N]` it holds."""
     target = Path(options.save_cache) / PROMPT_IDS
     part = target.with_suffix(".part")
+    held = ids[0, : cache.get_seq_length()].int().cpu()
     try:
-        target.unlink(missing_ok=True)  # never beside a cache that it does not belong to
         cache.save(options.save_cache, overwrite=True)
-        save_file({"ids": ids[0, : cache.get_seq_length()].int().cpu()}, part)
+        save_file({"ids": held}, part, {"save_id": saved_id(options.save_cache)})
         os.replace(part, target)
-    except OSError as error:  # what was read is worth an answer all the same
+    except (OSError, ValueError) as error:  # what was read is worth an answer all the same
         print(f"--save-cache: nothing was kept: {error}")
         return
     print(f"kept {cache.get_seq_length():,} tokens in {options.save_cache}")
@@ -269,7 +272,8 @@ def main(arguments: list[str] | None = None) -> int:
     logging.set_verbosity_error()
     if options.save_cache:
         try:
-            check_target(options.save_cache, overwrite=options.save_cache == options.load_cache)
+            again = options.load_cache and Path(options.load_cache).resolve() == Path(options.save_cache).resolve()
+            check_target(options.save_cache, overwrite=bool(again))
         except (OSError, ValueError) as error:
             raise SystemExit(f"--save-cache: {error}") from error
     set_seed(options.seed)
@@ -308,11 +312,13 @@ def main(arguments: list[str] | None = None) -> int:
     wrote = time.perf_counter() - began
     new = output[0, tokens:]
 
-    print(f"\nread {tokens - known:,} tokens in {read:.1f} s ({(tokens - known) / read:,.0f} tokens/s), ", end="")
+    rate = f" ({(tokens - known) / read:,.0f} tokens/s)" if tokens - known > 1 else ""
+    print(f"\nread {tokens - known:,} tokens in {read:.1f} s{rate}, ", end="")
     print(f"wrote {len(new)} in {wrote:.2f} s ({wrote / len(new) * 1000:.0f} ms each); ", end="")
     print(f"path of the last step: {model.last_backend}")
     print(describe_read(TreeGeometry.from_config(fields), tokens))
-    if not any(pooler.query.any() for pooler in model.modules() if isinstance(pooler, RecSAPooler)):
+    poolers = [module for module in model.modules() if isinstance(module, RecSAPooler)]
+    if fields.recsa_top_k and not any(pooler.query.any() for pooler in poolers):
         limit = fields.recsa_top_capacity or fields.recsa_top_k * fields.recsa_branching
         print(f"note: the poolers are untrained means; beyond M = {limit:,} tokens answers are often wrong")
     if example is not None:

@@ -340,21 +340,46 @@ def test_a_reserved_cache_equals_a_growing_one(double, length):
             assert torch.equal(one.node_keys(level), other.node_keys(level))
 
 
-def test_an_interrupted_forward_is_noticed(double):
-    """Layers of different lengths are refused with the way out named; after it the cache is as good as new."""
-    session = Session(double, 1)
+@pytest.mark.parametrize("columns", [1, 3])
+@pytest.mark.parametrize("layer", [0, 1])
+def test_an_interrupted_forward_changes_nothing(double, columns, layer):
+    """Ctrl-C in any layer, in a chunk or a step, leaves what was held before, at once usable."""
+    session = Session(double, 2)
     session.feed(50)
 
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    handle = double.model.layers[0].mlp.register_forward_hook(interrupt)
+    handle = double.model.layers[layer].mlp.register_forward_hook(interrupt)
     try:
         with pytest.raises(KeyboardInterrupt):
-            session.feed(3)
+            session.feed(columns)
     finally:
         handle.remove()
     session.crop(50)
+    assert all(cached.history.lengths == [50, 50] for cached in session.cache.layers)
+    session.feed(20)
+    session.check_and_continue()
+
+
+def test_an_interrupted_first_forward_leaves_an_empty_cache(double):
+    cache = RecSACache(double.config)
+    handle = double.model.layers[0].mlp.register_forward_hook(lambda *_: 1 / 0)
+    try:
+        with pytest.raises(ZeroDivisionError), torch.no_grad():
+            double(random_ids(1, 20), cache=cache)
+    finally:
+        handle.remove()
+    ids = random_ids(2, 70)
+    with torch.no_grad():
+        assert torch.equal(double(ids, cache=cache).logits, double(ids, cache=RecSACache(double.config)).logits)
+
+
+def test_layers_of_different_lengths_are_refused(double):
+    """With the way out named; after it the cache is as good as new."""
+    session = Session(double, 1)
+    session.feed(50)
+    session.cache.layers[1].crop(-1)
     for columns in (1, 3):
         with pytest.raises(RuntimeError, match=r"interrupted.*cache\.reset\(\)"), torch.no_grad():
             double(random_ids(1, columns), cache=session.cache)
@@ -365,17 +390,31 @@ def test_an_interrupted_forward_is_noticed(double):
     again.check_and_continue()
 
 
-def test_an_interrupted_first_forward_is_noticed(double):
-    """The same where deeper layers hold nothing yet."""
-    cache = RecSACache(double.config)
-    handle = double.model.layers[0].mlp.register_forward_hook(lambda *_: 1 / 0)
-    try:
-        with pytest.raises(ZeroDivisionError), torch.no_grad():
-            double(random_ids(1, 20), cache=cache)
-    finally:
-        handle.remove()
-    with pytest.raises(RuntimeError, match="interrupted"), torch.no_grad():
-        double(random_ids(1, 1), cache=cache)
+@pytest.mark.parametrize("dtype", ["auto", "fp8_e4m3"])
+@pytest.mark.parametrize("length", [11, 41, 70])
+def test_what_was_forgotten_is_never_read(double, dtype, length):
+    """NaN behind the end, left by tokens that were cropped or by a fork, in one row and in ragged ones."""
+    mask = (torch.arange(length) >= torch.tensor([[0], [5]])).long()
+    ids, more = random_ids(2, length), random_ids(2, 2)
+    poison = double.model.embed_tokens(random_ids(2, 7)).detach()
+    poison[:, 1] = float("nan")
+    wide = torch.nn.functional.pad(mask, (0, 7), value=1)
+
+    def fill():
+        cache = RecSACache(double.config, reserve=length + 40, dtype=dtype)
+        double(ids, attention_mask=mask, cache=cache)
+        return cache
+
+    with torch.no_grad():
+        expected = double(more, attention_mask=wide[:, : length + 2], cache=fill()).logits
+        cropped, prefix = fill(), fill()
+        double(inputs_embeds=poison, attention_mask=wide, cache=cropped)
+        cropped.crop(-7)
+        double(inputs_embeds=poison, attention_mask=wide, cache=prefix.fork())
+        for cache in (cropped, prefix):
+            actual = double(more, attention_mask=wide[:, : length + 2], cache=cache).logits
+            assert not actual.isnan().any()
+            torch.testing.assert_close(actual, expected, rtol=0, atol=1e-9)
 
 
 # ---- rearranging ----------------------------------------------------------------------------------------------------
@@ -384,6 +423,20 @@ def test_an_interrupted_first_forward_is_noticed(double):
 def test_ragged_filling(double):
     session = ragged(double)
     session.check_and_continue()
+
+
+def test_rows_kept_without_padding_need_no_mask(double):
+    """Newer versions of transformers pass no mask where it would be all ones."""
+    ids, mask = random_ids(2, 40), torch.ones(2, 40, dtype=torch.long)
+    mask[1, :5] = 0
+    cache = RecSACache(double.config)
+    with torch.no_grad():
+        double(ids, attention_mask=mask, cache=cache)
+    cache.batch_select_indices(torch.tensor([0]))
+    history = torch.cat((ids[:1], random_ids(1, 3)), 1)
+    options = {"attention_mask": torch.ones_like(history), "max_new_tokens": 5, "do_sample": False}
+    answer = double.generate(history, **options, **{CACHE_FIELD: cache})
+    assert torch.equal(answer, double.generate(history, **options))
 
 
 @pytest.mark.parametrize("argument", [0, -1, -5, -19, -20, -60, 1, 40, 90, 94])

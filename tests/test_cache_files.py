@@ -11,6 +11,7 @@ import time
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from conftest import DENSE, LENGTHS, ROOT, random_ids, tiny_config, tiny_model
@@ -219,12 +220,12 @@ def test_a_save_that_breaks_off_leaves_what_was_there(model, tmp_path, monkeypat
         for broken in range(3):
             left = [broken]
 
-            def breaking(path, tensors, left=left):
+            def breaking(path, tensors, save_id, left=left):
                 left[0] -= 1
                 if left[0] < 0:
                     path.write_bytes(b"half")
                     raise KeyboardInterrupt
-                return write(path, tensors)
+                return write(path, tensors, save_id)
 
             monkeypatch.setattr(cache_files_recsa_qwen3, "_write_shard", breaking)
             with pytest.raises(KeyboardInterrupt):
@@ -397,10 +398,126 @@ def test_shards_that_are_missing_cut_or_swapped(saved):
         file.write_bytes(whole[file])
     tensors = load_file(files[0])
     name, tensor = tensors.popitem()
-    save_file({**tensors, name.replace("layers", "lawyers"): tensor}, files[0])
+    with safe_open(files[0], framework="pt") as file:
+        metadata = file.metadata()
+    save_file({**tensors, name.replace("layers", "lawyers"): tensor}, files[0], metadata)
     edit_index(saved, files={file.name: file.stat().st_size for file in files})
     with pytest.raises(ValueError, match=name):
         RecSACache.load(saved)
+
+
+def test_shards_of_another_save_are_refused(model, tmp_path):
+    """Same shapes, same model, another text: a copy that was cut short leaves such a mixture."""
+    for name in ("one", "other"):
+        filled(model, 40).save(tmp_path / name, shard_bytes=10_000)
+    shard = sorted((tmp_path / "one").glob("*.safetensors"))[1]
+    shutil.copy(tmp_path / "other" / shard.name, shard)
+    with pytest.raises(ValueError, match=f"{shard.name}.*another save"):
+        RecSACache.load(tmp_path / "one", model)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kv_heads": -1},
+        {"head_dim": "16"},
+        {"offsets": ["x"]},
+        {"offsets": [0, 0, 0]},
+        {"files": {"cache-00001-of-00001.safetensors": "12"}},
+        {"tensors": {"layers.0.levels.0.keys": ["a"]}},
+    ],
+)
+def test_an_index_with_damaged_entries_is_refused(model, tmp_path, changes):
+    filled(model, 40).save(tmp_path / "kept")
+    edit_index(tmp_path / "kept", **changes)
+    with pytest.raises(ValueError, match="damaged"):
+        RecSACache.load(tmp_path / "kept")
+
+
+def test_places_where_nothing_can_be_written_are_refused_first(model, tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    for place in (tmp_path / "file" / "below", tmp_path / "link"):
+        with pytest.raises(OSError):
+            cache_files_recsa_qwen3.check_target(place)
+    with pytest.raises(ValueError, match="path"):
+        cache_files_recsa_qwen3.check_target("")
+    (tmp_path / "odd" / "cache-00001-of-00001.safetensors").mkdir(parents=True)
+    with pytest.raises(FileExistsError):
+        cache_files_recsa_qwen3.check_target(tmp_path / "odd")
+    filled(model, 40).save(tmp_path / "kept")
+    with pytest.raises(ValueError, match="meta"):
+        RecSACache.load(tmp_path / "kept", device="meta")
+
+
+# ---- whose states ---------------------------------------------------------------------------------------------------
+
+
+def test_a_change_between_filling_and_saving_is_noticed(tmp_path):
+    """Settings, weights, another model: the files would name what did not fill them."""
+    model = tiny_model(seed=5)
+    stored = model.config.recsa_top_k
+    cache = filled(model, 90)
+    cache.save(tmp_path / "before")
+    model.config.recsa_top_k = stored - 1
+    with pytest.raises(ValueError, match="recsa_top_k"):
+        cache.save(tmp_path / "after")
+    loaded = RecSACache.load(tmp_path / "before")
+    with pytest.raises(ValueError, match="recsa_top_k"), torch.no_grad():
+        model(random_ids(1, 2), cache=loaded)
+    model.config.recsa_top_k = stored
+    cache.save(tmp_path / "after")
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+    with pytest.raises(ValueError, match="weights were changed"):
+        cache.save(tmp_path / "later")
+    assert not (tmp_path / "later").exists()
+
+
+def test_a_cache_that_two_models_filled_is_not_saved(model, tmp_path):
+    other = tiny_model(seed=6)
+    cache = filled(model, 40)
+    with pytest.raises(ValueError, match="other weights"):
+        cache.save(tmp_path / "kept", model=other)
+    with torch.no_grad():
+        other(random_ids(1, 3), cache=cache)
+    for named in (None, model, other):
+        with pytest.raises(ValueError, match="several models"):
+            cache.save(tmp_path / "kept", model=named)
+    cache.crop(-43)
+    with torch.no_grad():
+        other(random_ids(1, 30), cache=cache)
+    cache.save(tmp_path / "kept", model=other)  # filled anew
+
+
+def test_a_loaded_cache_that_is_filled_anew_belongs_to_who_fills_it(model, tmp_path):
+    filled(model, 40).save(tmp_path / "kept")
+    other, loaded = tiny_model(seed=6), RecSACache.load(tmp_path / "kept", model)
+    loaded.crop(-40)
+    with torch.no_grad():
+        other(random_ids(1, 30), cache=loaded)
+        other(random_ids(1, 2), cache=copy.deepcopy(loaded))
+    loaded.save(tmp_path / "anew")
+    assert RecSACache.load(tmp_path / "anew", other).lengths == [30]
+    with pytest.raises(ValueError, match="other weights"):
+        RecSACache.load(tmp_path / "anew", model)
+
+
+def test_a_cache_of_padding_alone_is_not_saved(model, tmp_path):
+    cache = RecSACache(model.config)
+    with torch.no_grad():
+        model(random_ids(2, 5), attention_mask=torch.zeros(2, 5, dtype=torch.long), cache=cache)
+    with pytest.raises(ValueError, match="no tokens"):
+        cache.save(tmp_path / "kept")
+
+
+def test_a_dense_cache_is_kept_as_well(tmp_path):
+    model = tiny_model(recsa_top_k=None, recsa_top_capacity=None)
+    cache = filled(model, 40)
+    cache.save(tmp_path / "kept")
+    for loaded in (RecSACache.load(tmp_path / "kept"), RecSACache.load(tmp_path / "kept", model)):
+        with torch.no_grad():
+            model(random_ids(1, 2), cache=loaded)
 
 
 def test_no_file_outside_the_directory_is_read(saved):
@@ -605,7 +722,7 @@ def entries_cache(length: int) -> RecSACache:
         layer.history = cache_files_recsa_qwen3.RowHistory.of([length], length, [], None)
         for tensor in layer.entries().values():
             tensor.normal_()
-    cache.fingerprint = "a" * 64
+    cache.fields, cache.fingerprint = cache_files_recsa_qwen3.deciding_fields(config), "a" * 64
     return cache
 
 

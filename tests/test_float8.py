@@ -223,3 +223,17 @@ def test_other_names_are_refused(wrong):
     model = tiny_model()
     with pytest.raises(ValueError, match="cache_config"):
         model.generate(random_ids(1, 5), max_new_tokens=1, cache_config={"typo": 1})
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("training", [False, True])
+def test_codes_refuse_gradients(length, training):
+    """A code would cut them off, and a loss would look as usual."""
+    model = tiny_model(recsa_cache_dtype="fp8_e4m3").train(training)
+    ids = random_ids(1, length)
+    with pytest.raises(ValueError, match="recsa_cache_dtype.*gradient"):
+        model(ids, labels=ids, use_cache=True)
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    assert model.model.layers[0].self_attn.v_proj.weight.grad.norm() > 0
+    with torch.no_grad():
+        model(ids, use_cache=True)

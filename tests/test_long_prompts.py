@@ -114,6 +114,49 @@ def test_what_does_not_fit_is_refused_before_it_is_read(monkeypatch, how):
     assert read(model, ids, cache).shape[1] == 400  # and can be used when there is room
 
 
+def test_a_shorter_prompt_fits_after_a_refusal(monkeypatch):
+    """What was refused is not reserved either: neither for a prompt in chunks nor for one in a single chunk."""
+    model = tiny_model(recsa_prefill_chunk=20)
+    cache = RecSACache(model.config)
+    free = RecSACache.estimate(model.config, 150, dtype=torch.float32).device_bytes
+    monkeypatch.setattr(cache_recsa_qwen3, "free_bytes", lambda device: free)
+    with pytest.raises(MemoryError):
+        read(model, random_ids(1, 3000), cache)
+    read(model, random_ids(1, 15), cache)
+    assert cache.layers[0].levels[0].capacity < 100
+    read(model, random_ids(1, 100), cache)
+
+
+def test_room_counts_the_copy_that_a_fork_must_make(monkeypatch):
+    model = tiny_model(recsa_prefill_chunk=20)
+    prefix = RecSACache(model.config, reserve=600)
+    read(model, random_ids(1, 400), prefix)
+    fork = prefix.fork()
+    read(model, random_ids(1, 30), fork)
+    monkeypatch.setattr(cache_recsa_qwen3, "free_bytes", lambda device: 0)
+    with pytest.raises(MemoryError):
+        read(model, random_ids(1, 30), prefix)  # the fork reads behind it
+    read(model, random_ids(1, 30), fork)  # in place
+    del fork
+    read(model, random_ids(1, 30), prefix)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"gpu_budget": -1}, {"gpu_budget": float("nan")}, {"reserve": 1e3}, {"reserve": -1}]
+)
+def test_impossible_arguments_of_a_cache_are_refused(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        RecSACache(tiny_config(), **wrong)
+
+
+def test_a_cache_config_beside_a_cache_must_agree():
+    model = tiny_model()
+    options = {"max_new_tokens": 2, "cache_config": {"dtype": "fp8_e4m3"}}
+    with pytest.raises(ValueError, match="cache_config"):
+        model.generate(random_ids(1, 9), **options, **{CACHE_FIELD: RecSACache(model.config)})
+    model.generate(random_ids(1, 9), **options, **{CACHE_FIELD: RecSACache(model.config, dtype="fp8_e4m3")})
+
+
 def test_room_counts_what_the_cache_already_holds(monkeypatch):
     model = tiny_model(recsa_prefill_chunk=20)
     need = RecSACache.estimate(model.config, 400, dtype=torch.float32)
