@@ -48,6 +48,7 @@ FIELDS = (
     "recsa_top_capacity",
     "recsa_count_bias",
 )
+SPARE = 4096  # tokens a row that a loaded cache has room for beyond those stored
 SAMPLES = 64  # values of a parameter that the fingerprint reads
 # What PEFT's layers compute beyond their parameters.
 _ADAPTER_STATE = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
@@ -75,7 +76,7 @@ def decoder_of(model: nn.Module) -> nn.Module:
     Raises:
         TypeError: there is none.
     """
-    for module in model.modules():
+    for module in model.modules() if isinstance(model, nn.Module) else ():
         if type(module).__name__ == "RecSAQwen3Model":  # by name: remote code has a class of its own
             return module
     raise TypeError(f"model: got {type(model).__name__}, which holds no RecSAQwen3Model.")
@@ -213,7 +214,9 @@ def check_target(path: str | os.PathLike, overwrite: bool = False) -> None:
     if (path / INDEX).exists():
         _read_index(path)  # not ours: not to be replaced
         if not overwrite:
-            raise FileExistsError(f"{path}: holds a cache already; pass overwrite=True, or another directory.")
+            raise FileExistsError(
+                f"{path}: holds a cache already; overwrite it (overwrite=True), or choose another directory."
+            )
         return
     for entry in path.iterdir():
         # what a save that was cut short left behind may go
@@ -424,7 +427,7 @@ def _check_index(path: Path, index: dict[str, Any]) -> None:
             )
 
 
-def load_cache(kind, path, model: nn.Module | None, device, reserve: int, gpu_budget: float | None):
+def load_cache(kind, path, model: nn.Module | None, device, reserve: int | None, gpu_budget: float | None):
     """`RecSACache.load`; `kind` is the class."""
     path = Path(path)
     index = _read_index(path)
@@ -443,8 +446,9 @@ def load_cache(kind, path, model: nn.Module | None, device, reserve: int, gpu_bu
         config = decoder.config
         devices = [next(layer.parameters()).device for layer in decoder.layers[: config.num_hidden_layers]]
 
-    cache = kind(config, reserve, index["cache_dtype"], gpu_budget)
     batch, longest = len(index["lengths"]), max(index["lengths"])
+    reserve = longest + SPARE if reserve is None else reserve
+    cache = kind(config, reserve, index["cache_dtype"], gpu_budget)
     cache.check_room(longest, batch, dtype, devices)
     targets: dict[str, torch.Tensor] = {}
     mask = None

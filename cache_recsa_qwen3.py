@@ -11,12 +11,15 @@ from os import PathLike
 
 import torch
 from transformers.cache_utils import DynamicCache
+from transformers.utils import logging
 
 from .cache_files_recsa_qwen3 import load_cache, save_cache
 from .cache_layer_recsa_qwen3 import RecSALayer
-from .memory_recsa_qwen3 import GIB, RecSAMemory, TokenPlace, check_cache_dtype, estimate, free_bytes
+from .memory_recsa_qwen3 import GIB, RecSAMemory, TokenPlace, check_budget, check_cache_dtype, estimate, free_bytes
 from .rows_recsa_qwen3 import RowHistory
 from .tree_recsa_qwen3 import TreeGeometry
+
+logger = logging.get_logger(__name__)
 
 
 class RecSACache(DynamicCache):
@@ -48,8 +51,7 @@ class RecSACache(DynamicCache):
         self.geometry = TreeGeometry.from_config(config)
         self.cache_dtype = check_cache_dtype(config.recsa_cache_dtype if dtype is None else dtype)
         budget = config.recsa_gpu_budget if gpu_budget is None else gpu_budget
-        if budget is not None and not budget >= 0:
-            raise ValueError(f"recsa_gpu_budget={budget!r}: must be GiB >= 0, or None for no limit.")
+        check_budget(budget)
         self.place = TokenPlace(config, self.cache_dtype, budget)
         self.layer_class_to_replicate = None
         self.layers = [
@@ -116,7 +118,7 @@ class RecSACache(DynamicCache):
         path: str | PathLike,
         model=None,
         device: torch.device | str | None = None,
-        reserve: int = 0,
+        reserve: int | None = None,
         gpu_budget: float | None = None,
     ) -> "RecSACache":
         """Reads what `save` wrote.
@@ -126,7 +128,8 @@ class RecSACache(DynamicCache):
             model: compared with the model that filled the cache at once; each layer goes to its device. Where `None`,
                 the first forward compares.
             device: of all layers, without `model`; the CPU where `None`.
-            reserve: tokens a row to allocate for, those stored included.
+            reserve: tokens a row to allocate for, those stored included; a few thousand more than stored where `None`,
+                so that forks can go on without a copy.
             gpu_budget: as for the class; the configuration's where `None` and a model is given.
 
         Raises:
@@ -173,6 +176,7 @@ class RecSACache(DynamicCache):
         if self.is_initialized and self.layers[0].levels[0].capacity >= tokens and in_place:
             return
         need = self.foresee(tokens, batch, dtype, devices[0])
+        self._warn_of_budget(need, devices[0])
         levels = [level for layer in self.layers for level in layer.levels]
         held = sum(level.nbytes for level in levels if not level.is_on_host(level.capacity)) if in_place else 0
         places: list[tuple[torch.device | None, int]] = [(None, need.host_bytes)] if need.host_bytes else []
@@ -186,6 +190,19 @@ class RecSACache(DynamicCache):
                     f"{need}. {'The host' if place is None else place} has {free / GIB:.2f} GiB free, "
                     f"{wanted / GIB:.2f} GiB are needed there. {self._remedies(tokens, batch, dtype, devices[0])}"
                 )
+
+    def _warn_of_budget(self, need: RecSAMemory, device: torch.device) -> None:
+        """Says so where even no token on the GPU would keep the budget; 0 asks for just that, and is no promise."""
+        budget, weights = self.place.gpu_budget, self.place.weight_bytes
+        if not budget or device.type != "cuda":
+            return
+        weights = torch.cuda.memory_allocated(device) if weights is None else weights
+        total = (weights + need.device_bytes) / GIB
+        if total > budget:
+            logger.warning(
+                f"recsa_gpu_budget={budget}: weights, nodes and temporaries alone take about {total:.1f} GiB with all "
+                "tokens in host memory; shorter chunks (recsa_prefill_chunk) or a shorter prompt take less."
+            )
 
     def foresee(self, tokens: int, batch: int, dtype: torch.dtype, device: torch.device, **options) -> RecSAMemory:
         """`estimate` with what this cache and a device say; `options` replace them."""
@@ -209,7 +226,8 @@ class RecSACache(DynamicCache):
                 f"recsa_gpu_budget (from {least.device_bytes / GIB:.2f} GiB beside the weights, with "
                 f"{least.host_bytes / GIB:.2f} GiB of host memory)"
             )
-        return f"Remedies: {', '.join([*found, 'a shorter prompt', 'fewer rows'])}."
+        found += ["a shorter prompt", *(["fewer rows"] if batch > 1 else [])]
+        return f"Remedies: {', '.join(found)}."
 
     @property
     def history(self) -> RowHistory:

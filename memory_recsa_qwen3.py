@@ -91,14 +91,20 @@ def estimate(
         dtype: of the model; the configuration's where `None`.
         cache_dtype: "auto" (the model's dtype) or "fp8_e4m3"; the configuration's where `None`.
         gpu_budget: GiB, as for `RecSACache`; the configuration's where `None`.
-        weight_bytes: what the model takes on the GPU, counted against the budget.
+        weight_bytes: what the model takes on the GPU (`model.get_memory_footprint()`), counted against the budget.
         device_memory: bytes of the GPU, which bound the temporaries; 80 GiB where `None`, 0 where no kernels run.
 
     Raises:
-        ValueError: a cache dtype that does not exist, or a length below 1.
+        ValueError: a cache dtype that does not exist, a length below 1, or a negative budget.
+        TypeError: another kind of configuration, or a dtype that is none.
     """
-    if tokens < 1 or batch < 1:
-        raise ValueError(f"tokens={tokens}, batch={batch}: both must be at least 1.")
+    if type(tokens) is not int or type(batch) is not int or tokens < 1 or batch < 1:
+        raise ValueError(f"tokens={tokens!r}, batch={batch!r}: both must be ints of at least 1.")
+    if not hasattr(config, "recsa_branching"):
+        raise TypeError(f"config: got {type(config).__name__}, must be a RecSAQwen3Config.")
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype={dtype!r}: must be a torch.dtype, such as torch.bfloat16.")
+    check_budget(gpu_budget)
     geometry = TreeGeometry.from_config(config)
     dtype = dtype or config.dtype or torch.float32
     cache_dtype = check_cache_dtype(cache_dtype or config.recsa_cache_dtype)
@@ -130,6 +136,13 @@ def estimate(
         host_layers=layers - on_device,
         working_bytes=working,
     )
+
+
+def check_budget(budget: float | None) -> None:
+    """Refuses a GPU budget that is none."""
+    is_number = isinstance(budget, (int, float)) and not isinstance(budget, bool)
+    if budget is not None and not (is_number and budget >= 0):
+        raise ValueError(f"recsa_gpu_budget={budget!r}: must be GiB >= 0, or None for no limit.")
 
 
 def check_cache_dtype(name: str) -> str:

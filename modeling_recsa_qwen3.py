@@ -416,7 +416,7 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
         )
         parts = rows.split(chunk) if in_chunks and width > chunk else [(slice(0, width), rows)]
         if cache is not None and width > 1:
-            self._make_room(cache, rows, len(parts) > 1)
+            self._make_room(cache, rows, chunk)
         kept: list[torch.Tensor] = []
         self.backends = set()
         columns = cache.get_seq_length() if cache is not None else 0
@@ -528,7 +528,7 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
             tuple(all_weights) if output_attentions else None,
         )
 
-    def _make_room(self, cache: RecSACache, rows: Rows, in_chunks: bool) -> None:
+    def _make_room(self, cache: RecSACache, rows: Rows, chunk: int) -> None:
         """Has the cache allocate once for what is known to come, and refuses what the devices cannot hold.
 
         The limit of an answer is often far beyond its end: of what `generate` expects, a quarter of the prompt is
@@ -537,11 +537,12 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
         longest = max(rows.lengths)
         answer = min(max(cache.expected - longest, 0), max(LEAST_ANSWER, longest // 4))
         layers: list[Any] = list(self.layers[: len(cache)])
+        is_long = longest > chunk
         # tensor-parallel: each process holds some heads only
-        if in_chunks and layers[0].self_attn.pooler.mesh is None:
+        if is_long and layers[0].self_attn.pooler.mesh is None:
             devices = [layer.self_attn.k_proj.weight.device for layer in layers]
             cache.check_room(longest + answer, len(rows.starts), self.dtype, devices)
-        if answer or in_chunks:
+        if answer or is_long:
             cache.reserve(longest + answer)
 
     def _check_config(self) -> None:

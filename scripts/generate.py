@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
+import sys
 import time
 from collections.abc import Iterable
 from itertools import chain
@@ -50,10 +52,15 @@ DEFAULT_HAYSTACK = 4096
 PROMPT_IDS = "prompt_ids.safetensors"
 
 
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Names a default where there is one."""
+
+    def _get_help_string(self, action):
+        return action.help if action.default in (None, False) else super()._get_help_string(action)
+
+
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=HelpFormatter)
     parser.add_argument("--model", help="folder or Hub id of a RecSA-Qwen3 (or stock Qwen3) checkpoint")
     text = parser.add_mutually_exclusive_group()
     text.add_argument("--prompt-file", help="text file to read, or - for standard input")
@@ -67,11 +74,13 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where it runs")
     parser.add_argument("--branching", type=int, help="r; another value than the checkpoint's resets its slot_bias")
-    parser.add_argument("--top-k", type=int, help="k, nodes selected per level")
+    parser.add_argument(
+        "--top-k", type=int, help="k, nodes selected per level; the checkpoint's if left out, as the next ones"
+    )
     parser.add_argument("--recent", type=int, help="s, recent nodes always selected")
     parser.add_argument("--top-capacity", type=int, help="M, tokens up to which attention is exactly dense")
     parser.add_argument("--dense", action="store_true", help="dense attention at every length, for comparison")
-    parser.add_argument("--chunk", type=int, help="tokens per prefill chunk")
+    parser.add_argument("--chunk", type=int, help="tokens per prefill chunk; the checkpoint's if left out")
     parser.add_argument(
         "--cache-dtype",
         choices=("auto", "fp8_e4m3"),
@@ -130,6 +139,8 @@ def load_model(options: argparse.Namespace) -> RecSAQwen3ForCausalLM:
         fields["recsa_top_capacity"] = options.top_capacity
     if options.dense:
         fields["recsa_top_k"] = None
+    if options.chunk is not None:
+        fields["recsa_prefill_chunk"] = options.chunk
     try:
         stored = AutoConfig.from_pretrained(source)
     except (OSError, ValueError) as error:
@@ -171,7 +182,8 @@ def read_prompt(
             raise SystemExit(f"--haystack: {error}") from error
         text: Iterable[str] = [example.prompt]
         question = "" if options.question is None else f"\n{options.question}"
-        if options.question is None and options.model is not None:
+        known = tokenizer(example.answer, add_special_tokens=False).input_ids == example.answer_ids.tolist()
+        if options.question is None and not known:
             # another model's tokenizer: ask in words, and let it count its own tokens
             question = "\nComplete the last line with the words that were noted above."
     else:
@@ -220,8 +232,8 @@ def open_cache(options: argparse.Namespace, model: RecSAQwen3ForCausalLM, ids: t
     return cache
 
 
-def save_cache(options: argparse.Namespace, cache: RecSACache, ids: torch.Tensor) -> None:
-    """Writes the cache to `--save-cache`, and which of `ids` `[1, N]` it holds."""
+def save_cache(options: argparse.Namespace, cache: RecSACache, ids: torch.Tensor) -> bool:
+    """Writes the cache to `--save-cache`, and which of `ids` `[1, N]` it holds; says so, too, where it cannot."""
     target = Path(options.save_cache) / PROMPT_IDS
     part = target.with_suffix(".part")
     held = ids[0, : cache.get_seq_length()].int().cpu()
@@ -231,26 +243,25 @@ def save_cache(options: argparse.Namespace, cache: RecSACache, ids: torch.Tensor
         os.replace(part, target)
     except (OSError, ValueError) as error:  # what was read is worth an answer all the same
         print(f"--save-cache: nothing was kept: {error}")
-        return
+        return False
     print(f"kept {cache.get_seq_length():,} tokens in {options.save_cache}")
+    return True
 
 
-def prefill(options: argparse.Namespace, model: RecSAQwen3ForCausalLM, ids: torch.Tensor, cache: RecSACache) -> None:
-    """Reads all but the last token of `ids` `[1, N]` into the cache."""
+def prefill(options: argparse.Namespace, model: RecSAQwen3ForCausalLM, ids: torch.Tensor, cache: RecSACache) -> bool:
+    """Reads all but the last token of `ids` `[1, N]` into the cache; False where it could not be kept."""
     begin = cache.get_seq_length()
     try:
         if begin < ids.shape[1] - 1:
             with torch.inference_mode():
-                model(ids[:, begin:-1], cache=cache, logits_to_keep=1, prefill_chunk_size=options.chunk)
+                model(ids[:, begin:-1], cache=cache, logits_to_keep=1)
     except MemoryError as error:
         raise SystemExit(f"the prompt does not fit: {error}") from error
     except KeyboardInterrupt:
-        if options.save_cache and cache.get_seq_length() > begin:
-            save_cache(options, cache, ids)
-            print("interrupted; the same command with --load-cache goes on from there")
+        if options.save_cache and cache.get_seq_length() > begin and save_cache(options, cache, ids):
+            print(f"interrupted; the same command with --load-cache {options.save_cache} goes on from there")
         raise
-    if options.save_cache:
-        save_cache(options, cache, ids)
+    return save_cache(options, cache, ids) if options.save_cache else True
 
 
 def describe_read(geometry: TreeGeometry, tokens: int) -> str:
@@ -275,7 +286,8 @@ def main(arguments: list[str] | None = None) -> int:
             again = options.load_cache and Path(options.load_cache).resolve() == Path(options.save_cache).resolve()
             check_target(options.save_cache, overwrite=bool(again))
         except (OSError, ValueError) as error:
-            raise SystemExit(f"--save-cache: {error}") from error
+            hint = " (To overwrite it, give it in --load-cache as well.)" if isinstance(error, FileExistsError) else ""
+            raise SystemExit(f"--save-cache: {error}{hint}") from error
     set_seed(options.seed)
     logging.disable_progress_bar()  # of loading weights
     model = load_model(options)
@@ -291,10 +303,14 @@ def main(arguments: list[str] | None = None) -> int:
     )
 
     cache = open_cache(options, model, ids)
-    print(cache.foresee(tokens + options.max_new_tokens, 1, model.dtype, model.device))
+    memory = cache.foresee(tokens + options.max_new_tokens, 1, model.dtype, model.device)
+    print(memory)
+    needed = memory.token_bytes + memory.node_bytes + memory.host_bytes
+    if options.save_cache and shutil.disk_usage(options.save_cache).free < needed:
+        raise SystemExit(f"--save-cache {options.save_cache}: {needed / 2**30:.1f} GiB are needed, the disk has less")
     known = cache.get_seq_length()
     began = time.perf_counter()
-    prefill(options, model, ids, cache)
+    kept = prefill(options, model, ids, cache)
     read = time.perf_counter() - began
     tail = ids[0, -12:]
     print(f"the text ends: ... {tokenizer.decode(tail, skip_special_tokens=True)}\nanswer:")
@@ -318,15 +334,19 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"path of the last step: {model.last_backend}")
     print(describe_read(TreeGeometry.from_config(fields), tokens))
     poolers = [module for module in model.modules() if isinstance(module, RecSAPooler)]
-    if fields.recsa_top_k and not any(pooler.query.any() for pooler in poolers):
-        limit = fields.recsa_top_capacity or fields.recsa_top_k * fields.recsa_branching
+    limit = TreeGeometry.from_config(fields).top_capacity
+    if fields.recsa_top_k and tokens > limit and not any(pooler.query.any() for pooler in poolers):
         print(f"note: the poolers are untrained means; beyond M = {limit:,} tokens answers are often wrong")
-    if example is not None:
+    if example is not None and options.question is None:
         found = tokenizer.decode(new, skip_special_tokens=True)
         right = needle_text.encode(found)[: len(example.answer_ids)] == example.answer_ids.tolist()
         print(f"expected: {example.answer} -> {'right' if right else 'wrong'}")
-    return 0
+    return 0 if kept else 1
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    try:
+        raise SystemExit(main())
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(130) from None

@@ -66,9 +66,12 @@ def test_a_million_tokens_of_qwen3_4b_by_arithmetic():
     assert small.device_bytes + (8 << 30) + layer > usable  # one more layer would not fit
 
 
-@pytest.mark.parametrize("wrong", [{"tokens": 0}, {"batch": 0}, {"cache_dtype": "int4"}])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"tokens": 0}, {"batch": 0}, {"cache_dtype": "int4"}, {"tokens": 10.5}, {"gpu_budget": "24"}, {"dtype": "half"}],
+)
 def test_an_impossible_estimate_is_refused(wrong):
-    with pytest.raises(ValueError, match=next(iter(wrong))):
+    with pytest.raises((ValueError, TypeError), match=next(iter(wrong))):
         RecSACache.estimate(tiny_config(), **{"tokens": 5, **wrong})
 
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,7 +11,7 @@ import generate
 import needle_text
 import update_readme
 from conftest import ROOT
-from recsa_qwen3 import RecSACache, modeling_recsa_qwen3, progress_recsa_qwen3
+from recsa_qwen3 import RecSACache, cache_files_recsa_qwen3, modeling_recsa_qwen3, progress_recsa_qwen3
 
 FEW = ["--max-new-tokens", "6", "--device", "cpu"]
 SPARSE = ["--top-k", "4", "--top-capacity", "64"]  # r = 16: sparse from 65 tokens on
@@ -136,6 +137,28 @@ def test_a_kept_text_that_does_not_fit_is_refused(default, tmp_path):
     (folder / generate.PROMPT_IDS).unlink()
     with pytest.raises(SystemExit, match=generate.PROMPT_IDS):
         generate.main([*arguments, *load])
+
+
+def test_the_embedded_models_folder_answers_as_the_default_does(default, capsys):
+    generate.main(["--haystack", "500", *FEW])
+    by_default = answer(capsys.readouterr().out)
+    assert generate.main(["--model", str(default), "--haystack", "500", *FEW]) == 0
+    out = capsys.readouterr().out
+    assert answer(out) == by_default and "-> right" in out and "untrained" not in out
+    generate.main(["--haystack", "500", "--question", "ask : blue garden =", *FEW])
+    assert "expected" not in capsys.readouterr().out  # it is not what was asked
+
+
+def test_a_text_that_cannot_be_kept_is_answered_and_ends_with_an_error(default, tmp_path, capsys, monkeypatch):
+    arguments = ["--haystack", "300", "--save-cache", str(tmp_path / "kept"), *SPARSE, *FEW]
+    with monkeypatch.context() as patch:
+        patch.setattr(cache_files_recsa_qwen3, "_write_shard", lambda *_: open(tmp_path / "no" / "place"))
+        assert generate.main(arguments) == 1
+    out = capsys.readouterr().out
+    assert "nothing was kept" in out and answer(out)
+    monkeypatch.setattr(generate.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(SystemExit, match="the disk has less"):
+        generate.main(arguments)
 
 
 def test_bad_requests_are_refused_by_name(default, tmp_path):
