@@ -144,6 +144,29 @@ def test_room_counts_the_copy_that_a_fork_must_make(monkeypatch):
     read(model, random_ids(1, 30), prefix)
 
 
+def test_a_budget_that_cannot_be_kept_is_said(monkeypatch):
+    model, said = tiny_model(), []
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3 << 30)
+    monkeypatch.setattr(cache_recsa_qwen3.logger, "warning", said.append)
+    need = RecSACache.estimate(model.config, 400, dtype=torch.float32, gpu_budget=2.0)
+    for budget, number in ((4.0, 0), (0, 0), (None, 0), (2.0, 1)):
+        RecSACache(model.config, gpu_budget=budget)._warn_of_budget(need, torch.device("cuda", 0))
+        assert len(said) == number
+    assert "recsa_gpu_budget=2.0" in said[0] and "about 3.0 GiB" in said[0]
+
+
+def test_a_loaded_cache_has_room_for_questions(tmp_path):
+    model = tiny_model()
+    cache = RecSACache(model.config)
+    read(model, random_ids(1, 90), cache)
+    cache.save(tmp_path / "kept")
+    loaded = RecSACache.load(tmp_path / "kept", model)
+    keys = loaded.layers[0].levels[0].tensors["keys"]
+    fork = loaded.fork()
+    read(model, random_ids(1, 50), fork)
+    assert fork.layers[0].levels[0].tensors["keys"] is keys
+
+
 @pytest.mark.parametrize(
     "wrong", [{"gpu_budget": -1}, {"gpu_budget": float("nan")}, {"reserve": 1e3}, {"reserve": -1}]
 )
