@@ -33,8 +33,8 @@ logger = logging.get_logger(__name__)
 # Elements that one temporary of the reference may hold: few enough to stay in a CPU's cache, enough to fill a GPU.
 # `blocks` in benchmarks/bench_reference.json has the times that chose the CPU's value.
 _BLOCK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
-# Elements of a level's keys that may be held turned (256 MiB in float32).
-_TURNED_ELEMENTS = 1 << 26
+# Elements of a level's keys that may be held rotated (256 MiB in float32).
+_ROTATED_ELEMENTS = 1 << 26
 # Elements of the token-level matrix that `return_weights` may build (4 GiB in float32).
 _MAX_WEIGHTS = 1 << 30
 
@@ -245,7 +245,7 @@ class OperatorCall:
         self.pieces: list[tuple[list[int], int, torch.Tensor]] = []
         self.chosen: dict[int, torch.Tensor] = {}
         self.weights: torch.Tensor | None = None
-        self.turned: dict[int, torch.Tensor] = {}  # levels' keys, turned ahead
+        self.rotated: dict[int, torch.Tensor] = {}  # levels' keys, rotated ahead by their places among siblings
 
     # ---- dense queries -----------------------------------------------------------------------------------------
 
@@ -316,7 +316,7 @@ class OperatorCall:
             tensor.requires_grad for tensor in (self.query, *self.levels.keys, *self.levels.values)
         )
         if not recompute and self.kernels is None and self.has_sparse_queries():
-            self._turn_once()
+            self._rotate_ahead()
         for rows, begin, end, depth in self._blocks():
             ran = True
             if self.kernels is not None:
@@ -436,20 +436,22 @@ class OperatorCall:
             parents = chosen
 
     def logits(self, query, keys, number, level) -> torch.Tensor:
-        """`[S', H_kv, w, G, n]`: keys (shapes of `_product`) at positions 0, 1, ..., the query at the path node's."""
+        """`[S', H_kv, w, G, n]`: the n candidates at positions 0, 1, ..., the query at the path node's.
+
+        Keys that all queries share, `[S', H_kv, n, D]`, are rotated here. Those of each query, `[S', H_kv, w, n, D]`,
+        are gathered and rotated by their places among their siblings already: only differences of positions count, so
+        the query takes the rest, once a parent rather than once a child.
+        """
         bias = level * math.log(self.geometry.branching) if self.geometry.count_bias else 0.0
         path = number - 1  # [S', 1, w]
         if keys.dim() == query.dim() - 1:  # shared by all queries
             keys = rotate(keys, self.cos[: keys.shape[-2]], self.sin[: keys.shape[-2]])
             query = rotate(query, self.cos[path[..., None]], self.sin[path[..., None]])
             return _product(query, keys.transpose(-1, -2)) * self.scaling + bias
-        # keys stand turned by their places among their siblings; what is left is turned on the query's side, once a
-        # parent rather than once a child: only differences of positions count
         r = self.geometry.branching
-        ahead = (path[..., None] - torch.arange(0, keys.shape[-2], r, device=path.device))[
-            ..., None
-        ]  # [S', 1, w, k, 1]
-        query = rotate(query[..., None, :, :], self.cos[ahead], self.sin[ahead])  # [S', H_kv, w, k, G, D]
+        ahead = path[..., None] - torch.arange(0, keys.shape[-2], r, device=path.device)  # [S', 1, w, k]
+        cos, sin = self.cos[ahead[..., None]], self.sin[ahead[..., None]]
+        query = rotate(query[..., None, :, :], cos, sin)  # [S', H_kv, w, k, G, D]
         logits = query @ keys.unflatten(-2, (-1, r)).transpose(-1, -2)  # [S', H_kv, w, k, G, r]
         return logits.transpose(-2, -3).flatten(-2) * self.scaling + bias
 
@@ -472,30 +474,30 @@ class OperatorCall:
         return taken
 
     def _gather(self, which: str, level: int, rows: list[int], parents: torch.Tensor) -> torch.Tensor:
-        """The r children of each parent: `[S', H_kv, w, k]` -> `[S', H_kv, w, k * r, D]`, widened; keys turned."""
-        if which == "keys" and level in self.turned:
-            return self._pick(self.turned[level], rows, parents)
+        """The r children of each parent: `[S', H_kv, w, k]` -> `[S', H_kv, w, k * r, D]`, widened; keys rotated."""
+        if which == "keys" and level in self.rotated:
+            return self._pick(self.rotated[level], rows, parents)
         states, exponents = getattr(self.levels, which)[level], self._exponents(which, level)
         picked = self._pick(states, rows, parents)
         if exponents is not None:
             picked = unpack(picked, self._pick(exponents[..., None], rows, parents)[..., 0], self.query.dtype)
         picked = picked.to(self.dtype)
-        return self._turn(picked) if which == "keys" else picked
+        return self._rotate_siblings(picked) if which == "keys" else picked
 
-    def _turn(self, keys: torch.Tensor) -> torch.Tensor:
+    def _rotate_siblings(self, keys: torch.Tensor) -> torch.Tensor:
         """Rotates `[..., n * r, D]` by the places of siblings, 0 ... r - 1."""
         r = self.geometry.branching
         return rotate(keys.unflatten(-2, (-1, r)), self.cos[:r], self.sin[:r]).flatten(-3, -2)
 
-    def _turn_once(self) -> None:
-        """Turns levels ahead, where queries will gather more than they hold; the same to the bit."""
+    def _rotate_ahead(self) -> None:
+        """`_rotate_siblings` of whole levels, where queries will gather more than they hold; the same to the bit."""
         r, all_rows = self.geometry.branching, list(range(len(self.starts)))
         longest = max(start + count for start, count in zip(self.starts, self.counts, strict=True))
         gathered = sum(self.counts) * self.geometry.max_candidates
         for level, keys in enumerate(self.levels.keys[:-1]):  # the highest is a top level
             number = min(-(-longest // r ** (level + 1)) * r, keys.shape[2])
-            if len(all_rows) * number <= gathered and keys[:, :, :number].numel() <= _TURNED_ELEMENTS:
-                self.turned[level] = self._turn(self.states("keys", level, number, all_rows, self.dtype))
+            if len(all_rows) * number <= gathered and keys[:, :, :number].numel() <= _ROTATED_ELEMENTS:
+                self.rotated[level] = self._rotate_siblings(self.states("keys", level, number, all_rows, self.dtype))
 
     def _pick(self, states: torch.Tensor, rows: list[int], parents: torch.Tensor) -> torch.Tensor:
         """`_gather` as stored: `[S, H_kv, n, x]` -> `[S', H_kv, w, k * r, x]`."""

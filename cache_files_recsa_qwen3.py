@@ -227,7 +227,6 @@ def check_target(path: str | os.PathLike, overwrite: bool = False) -> None:
 
 def save_cache(cache, path: str | os.PathLike, model: nn.Module | None, overwrite: bool, shard_bytes: int) -> None:
     """`RecSACache.save`."""
-    path = Path(path)
     if type(shard_bytes) is not int or shard_bytes < 1:
         raise ValueError(f"shard_bytes={shard_bytes!r}: must be an int >= 1.")
     histories = [layer.history for layer in cache.layers]
@@ -237,6 +236,7 @@ def save_cache(cache, path: str | os.PathLike, model: nn.Module | None, overwrit
         raise ValueError("cache: an interrupted forward left its layers at different lengths; read the text again.")
     config, origin = _origin(cache, model)
     check_target(path, overwrite)
+    path = Path(path)
 
     tensors = {
         f"layers.{number}.levels.{level}.{name}": tensor
@@ -303,7 +303,7 @@ def _origin(cache, model: nn.Module | None) -> tuple[dict[str, Any], str]:
         _compare_fields(cache.fields, decoder)
     if filled is not None and cache.versions is not None and cache.versions != _versions(decoder):
         raise ValueError("cache: the model's weights were changed after it was filled; read the text again.")
-    if model is not None:
+    if model is not None and decoder_of(model) is not decoder:
         _compare(fields, origin, cache.layers[0].dtype, model)
     return fields, origin
 

@@ -315,12 +315,7 @@ class RecSALayer(DynamicLayer):
 
     def stored_levels(self) -> Levels:
         """The whole storage as the operator reads it; nothing is copied."""
-        tokens = self.levels[0].tensors
-        return Levels(
-            tuple(level.tensors["keys"] for level in self.levels),
-            tuple(level.tensors["values"] for level in self.levels),
-            (tokens["key_exponents"], tokens["value_exponents"]) if self.packed else None,
-        )
+        return operator_levels(self.levels)
 
     def _level_with_room(self, depth: int, tokens: int, used: int) -> LevelStorage:
         """The level at `depth` >= 1, made or grown for the nodes of `tokens` tokens, `used` of them kept.
@@ -466,6 +461,16 @@ class RecSALayer(DynamicLayer):
         )
 
     prefetch = offload
+
+
+def operator_levels(storages: Sequence[LevelStorage]) -> Levels:
+    """Storages, level 0 first, as the operator reads them; nothing is copied."""
+    tokens = storages[0].tensors
+    return Levels(
+        tuple(storage.tensors["keys"] for storage in storages),
+        tuple(storage.tensors["values"] for storage in storages),
+        (tokens["key_exponents"], tokens["value_exponents"]) if "key_exponents" in tokens else None,
+    )
 
 
 def _row_groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[slice, int, int]]:

@@ -15,7 +15,8 @@ from transformers.utils import logging
 
 from .cache_files_recsa_qwen3 import load_cache, save_cache
 from .cache_layer_recsa_qwen3 import RecSALayer
-from .memory_recsa_qwen3 import GIB, RecSAMemory, TokenPlace, check_budget, check_cache_dtype, estimate, free_bytes
+from .configuration_recsa_qwen3 import check_budget, check_cache_dtype
+from .memory_recsa_qwen3 import GIB, RecSAMemory, TokenPlace, estimate, free_bytes
 from .rows_recsa_qwen3 import RowHistory
 from .tree_recsa_qwen3 import TreeGeometry
 

@@ -40,6 +40,20 @@ ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 SUPPORTED_TOKENS = 2**21
 
 
+def check_budget(budget: float | None) -> None:
+    """Refuses a GPU budget that is none."""
+    is_number = isinstance(budget, (int, float)) and not isinstance(budget, bool)
+    if budget is not None and not (is_number and budget >= 0):
+        raise ValueError(f"recsa_gpu_budget={budget!r}: must be GiB >= 0, or None for no limit.")
+
+
+def check_cache_dtype(name: str) -> str:
+    """Refuses a cache dtype that does not exist."""
+    if name not in CACHE_DTYPES:
+        raise ValueError(f"recsa_cache_dtype={name!r}: must be one of {', '.join(CACHE_DTYPES)}.")
+    return name
+
+
 class RecSAQwen3Config(Qwen3Config):
     """Qwen3's configuration with the fields of Recursive Sparse Attention (arXiv 2611.07232).
 
@@ -152,18 +166,8 @@ class RecSAQwen3Config(Qwen3Config):
         require(isinstance(self.recsa_count_bias, bool), "recsa_count_bias", "must be True or False.")
         require(self.recsa_backend in BACKENDS, "recsa_backend", f"must be one of {', '.join(BACKENDS)}.")
         require(isinstance(self.recsa_cuda_graph, bool), "recsa_cuda_graph", "must be True or False.")
-        require(
-            self.recsa_cache_dtype in CACHE_DTYPES,
-            "recsa_cache_dtype",
-            f"must be one of {', '.join(CACHE_DTYPES)}.",
-        )
-        budget = self.recsa_gpu_budget
-        is_number = isinstance(budget, (int, float)) and not isinstance(budget, bool)
-        require(
-            budget is None or (is_number and budget >= 0),
-            "recsa_gpu_budget",
-            "must be GiB >= 0, or None for no limit.",
-        )
+        check_cache_dtype(self.recsa_cache_dtype)
+        check_budget(self.recsa_gpu_budget)
         chunk = self.recsa_prefill_chunk
         require(is_int(chunk) and chunk >= 1, "recsa_prefill_chunk", "must be an int >= 1.")
         require(

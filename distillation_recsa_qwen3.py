@@ -77,14 +77,15 @@ def distillation_loss(
     query, key = query.detach(), key.detach()
     scaling = head_dim**-0.5 if scaling is None else scaling
     with maybe_autocast(query.device.type, enabled=False):
+        # no value is read: those of the tree have no width
         levels = build_levels(key, key[..., :0], pooler, geometry.branching, highest)
         call = OperatorCall(query, levels, (0,) * sequences, (tokens,) * sequences, geometry, rope, scaling, 0.0)
         teacher = _Teacher(call, key, teacher_rope)
         width = max((block_elements or _BLOCK_ELEMENTS) // (query.shape[1] * tokens), 1)
         sums: dict[int, list[torch.Tensor]] = {}
         counts: dict[int, int] = {}
-        for row, depth, block in _blocks(sampled, geometry, width):
-            block = block.to(query.device)
+        for row, depth, on_host in _blocks(sampled, geometry, width):
+            block = on_host.to(query.device)
 
             def block_sums(row=row, depth=depth, block=block) -> tuple[torch.Tensor, ...]:
                 return tuple(_block_kl(call, teacher, row, depth, block, highest))
@@ -92,7 +93,7 @@ def distillation_loss(
             found = checkpoint(block_sums, use_reentrant=False) if torch.is_grad_enabled() else block_sums()
             for level, total in enumerate(found, 1):
                 sums.setdefault(level, []).append(total)
-                counts[level] = counts.get(level, 0) + int((block // geometry.branching**level >= 2).sum())
+                counts[level] = counts.get(level, 0) + int((on_host // geometry.branching**level >= 2).sum())
     heads = query.shape[1]
     means = {level: torch.stack(sums[level]).sum() / (counts[level] * heads) for level in sums if counts[level]}
     return Distillation(torch.stack(list(means.values())).sum(), means)
@@ -113,8 +114,7 @@ def _blocks(
     for row, positions in enumerate(sampled):
         by_depth: dict[int, list[int]] = {}
         for position in positions.tolist():
-            depth = 0 if geometry.is_dense(position) else geometry.depth(position)
-            by_depth.setdefault(depth, []).append(position)
+            by_depth.setdefault(geometry.depth(position), []).append(position)
         for depth, found in by_depth.items():
             for part in torch.tensor(found).split(width):
                 yield row, depth, part

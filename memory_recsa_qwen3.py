@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .configuration_recsa_qwen3 import CACHE_DTYPES
+from .configuration_recsa_qwen3 import check_budget, check_cache_dtype
 from .tree_recsa_qwen3 import TreeGeometry
 
 GIB = 1 << 30
@@ -136,20 +136,6 @@ def estimate(
         host_layers=layers - on_device,
         working_bytes=working,
     )
-
-
-def check_budget(budget: float | None) -> None:
-    """Refuses a GPU budget that is none."""
-    is_number = isinstance(budget, (int, float)) and not isinstance(budget, bool)
-    if budget is not None and not (is_number and budget >= 0):
-        raise ValueError(f"recsa_gpu_budget={budget!r}: must be GiB >= 0, or None for no limit.")
-
-
-def check_cache_dtype(name: str) -> str:
-    """Refuses a cache dtype that does not exist."""
-    if name not in CACHE_DTYPES:
-        raise ValueError(f"recsa_cache_dtype={name!r}: must be one of {', '.join(CACHE_DTYPES)}.")
-    return name
 
 
 # ---- what is left ---------------------------------------------------------------------------------------------------

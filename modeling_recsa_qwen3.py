@@ -64,6 +64,14 @@ CACHE_FIELD = (
 LEAST_ANSWER = 1024
 
 
+def tokens_to_reserve(prompt: int, most: int) -> int:
+    """Tokens a row to make room for, behind a prompt whose answer may bring it to `most` tokens.
+
+    The limit of an answer is often far beyond its end: a quarter of the prompt, and LEAST_ANSWER where that is more.
+    """
+    return prompt + min(max(most - prompt, 0), max(LEAST_ANSWER, prompt // 4))
+
+
 def backend_of(module: nn.Module, config: RecSAQwen3Config) -> str:
     """The backend that a module asks for: in training, "auto" is the reference.
 
@@ -529,21 +537,17 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
         )
 
     def _make_room(self, cache: RecSACache, rows: Rows, chunk: int) -> None:
-        """Has the cache allocate once for what is known to come, and refuses what the devices cannot hold.
-
-        The limit of an answer is often far beyond its end: of what `generate` expects, a quarter of the prompt is
-        reserved at most, and LEAST_ANSWER where that is more.
-        """
+        """Has the cache allocate once for what is known to come, and refuses what the devices cannot hold."""
         longest = max(rows.lengths)
-        answer = min(max(cache.expected - longest, 0), max(LEAST_ANSWER, longest // 4))
+        room = tokens_to_reserve(longest, cache.expected)
         layers: list[Any] = list(self.layers[: len(cache)])
         is_long = longest > chunk
         # tensor-parallel: each process holds some heads only
         if is_long and layers[0].self_attn.pooler.mesh is None:
             devices = [layer.self_attn.k_proj.weight.device for layer in layers]
-            cache.check_room(longest + answer, len(rows.starts), self.dtype, devices)
-        if answer or is_long:
-            cache.reserve(longest + answer)
+            cache.check_room(room, len(rows.starts), self.dtype, devices)
+        if is_long or room > longest:
+            cache.reserve(room)
 
     def _check_config(self) -> None:
         """A loaded configuration may have been edited."""

@@ -199,10 +199,10 @@ class RowHistory:
             ValueError: the mask marks other tokens.
         """
         given = None if attention_mask is None else attention_mask[:, : self.columns]
-        if all(mask is None for _, mask in self._runs):
+        held = self.column_mask()
+        if held is None:
             agrees = given is None or bool(given.all())
         else:
-            held = self.column_positions() >= 0
             agrees = bool(held.all()) if given is None else torch.equal(given.ne(0).cpu(), held)
         if not agrees:
             raise ValueError(

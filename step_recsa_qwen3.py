@@ -13,12 +13,13 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
+from .cache_layer_recsa_qwen3 import operator_levels
 from .cache_recsa_qwen3 import RecSACache
 from .kernels_build_recsa_qwen3 import append_tokens
 from .kernels_decode_recsa_qwen3 import decode_block
 from .kernels_linear_recsa_qwen3 import add_product, gated, project
 from .kernels_norm_recsa_qwen3 import rms_norm
-from .tree_recsa_qwen3 import Levels, RecSAPooler, TreeGeometry
+from .tree_recsa_qwen3 import RecSAPooler, TreeGeometry
 
 
 class PlainModules:
@@ -212,14 +213,13 @@ class DecodingStep:
         Returns:
             `[B, H, 1, D]` in the dtype of the query.
         """
-        tensors = [level.tensors for level in self.levels[layer_idx]]
-        keys, values = (tuple(held[name] for held in tensors) for name in ("keys", "values"))
-        pooled = tuple(held.get("pooled", held["keys"]) for held in tensors)
-        exponents = (tensors[0]["key_exponents"], tensors[0]["value_exponents"]) if len(tensors[0]) > 2 else None
-        append_tokens(key, value, keys, values, pooled, self.lengths, pooler, exponents)
+        levels = operator_levels(self.levels[layer_idx])
+        held = [level.tensors for level in self.levels[layer_idx]]
+        pooled = tuple(tensors.get("pooled", tensors["keys"]) for tensors in held)
+        append_tokens(key, value, levels.keys, levels.values, pooled, self.lengths, pooler, levels.exponents)
         output = decode_block(
             query,
-            Levels(keys, values, exponents),
+            levels,
             self.rows,
             self.lengths,
             0,

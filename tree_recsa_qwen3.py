@@ -89,7 +89,7 @@ class Levels(NamedTuple):
     """What the operator reads: per level a key and a value tensor `[S, H_kv, n_l, D]`, level 0 (tokens) first.
 
     Above level 0 the key is the pooler's read key and the value is the mean over the node's tokens. `n_l` may exceed
-    the number of complete nodes of a row; entries beyond it are finite and never read into a result. Below the
+    the number of complete nodes of a row; entries beyond it are never read into a result. Below the
     highest level `n_l` is a multiple of r, so that siblings lie side by side. Where `exponents` of the keys and of the
     values (`[S, H_kv, n_0]` int8) are given, level 0 holds float8 codes (`float8_recsa_qwen3`).
     """

@@ -38,7 +38,7 @@ import needle_text
 try:
     from recsa_qwen3 import RecSACache, RecSAPooler, RecSAQwen3ForCausalLM, TreeGeometry
     from recsa_qwen3.cache_files_recsa_qwen3 import check_target, saved_id
-    from recsa_qwen3.modeling_recsa_qwen3 import CACHE_FIELD, LEAST_ANSWER
+    from recsa_qwen3.modeling_recsa_qwen3 import CACHE_FIELD, tokens_to_reserve
 except ImportError as error:
     raise SystemExit(f"recsa_qwen3 cannot be imported ({error}); run: pip install -e . in the repository") from error
 
@@ -203,8 +203,7 @@ def read_prompt(
 
 def open_cache(options: argparse.Namespace, model: RecSAQwen3ForCausalLM, ids: torch.Tensor) -> RecSACache:
     """A cache with room for `ids` `[1, N]` and the answer, empty or with what `--load-cache` holds of these ids."""
-    tokens = ids.shape[1]
-    room = tokens + min(options.max_new_tokens, max(LEAST_ANSWER, tokens // 4))  # an answer often ends before
+    room = tokens_to_reserve(ids.shape[1], ids.shape[1] + options.max_new_tokens)
     folder = options.load_cache
     if folder is None:
         return RecSACache(model.config, room, options.cache_dtype, options.gpu_budget)

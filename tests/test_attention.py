@@ -305,19 +305,19 @@ def test_turning_whole_levels_ahead_never_changes_the_result(dtype, monkeypatch)
     """Where queries gather more than a level holds; not where one query reads a long cache, nor under a gradient."""
     case = make_case((0, 3, 150), (90, 40, 60), dtype=dtype)
     turned: list[int] = []
-    turn_once = attention_recsa_qwen3.OperatorCall._turn_once
+    rotate_ahead = attention_recsa_qwen3.OperatorCall._rotate_ahead
 
     def watched(call):
-        turn_once(call)
-        turned.append(len(call.turned))
+        rotate_ahead(call)
+        turned.append(len(call.rotated))
 
-    monkeypatch.setattr(attention_recsa_qwen3.OperatorCall, "_turn_once", watched)
+    monkeypatch.setattr(attention_recsa_qwen3.OperatorCall, "_rotate_ahead", watched)
     ahead = case.run()
-    monkeypatch.setattr(attention_recsa_qwen3, "_TURNED_ELEMENTS", 0)
+    monkeypatch.setattr(attention_recsa_qwen3, "_ROTATED_ELEMENTS", 0)
     gathered = case.run()
     assert turned[0] > 0 and turned[1] == 0 and torch.equal(ahead.output, gathered.output)
     monkeypatch.undo()
-    monkeypatch.setattr(attention_recsa_qwen3.OperatorCall, "_turn_once", watched)
+    monkeypatch.setattr(attention_recsa_qwen3.OperatorCall, "_rotate_ahead", watched)
     make_case((3000,), (1,), dtype=dtype).run()
     case.run(query=case.query.clone().requires_grad_())
     assert turned[2:] == [0]

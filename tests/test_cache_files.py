@@ -445,6 +445,8 @@ def test_places_where_nothing_can_be_written_are_refused_first(model, tmp_path):
     (tmp_path / "odd" / "cache-00001-of-00001.safetensors").mkdir(parents=True)
     with pytest.raises(FileExistsError):
         cache_files_recsa_qwen3.check_target(tmp_path / "odd")
+    with pytest.raises(ValueError, match="path"):
+        filled(model, 40).save("")
     filled(model, 40).save(tmp_path / "kept")
     with pytest.raises(ValueError, match="meta"):
         RecSACache.load(tmp_path / "kept", device="meta")
