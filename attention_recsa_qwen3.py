@@ -24,6 +24,7 @@ from .tree_recsa_qwen3 import Levels, TreeGeometry, accumulation_dtype
 # Triton may be missing, or fail in its own ways where there is no driver; the reference runs everywhere.
 _kernels_error: Exception | None = None
 try:
+    from .kernels_backward_recsa_qwen3 import attend_with_gradients
     from .kernels_walk_recsa_qwen3 import TritonWalk, unsupported
 except Exception as error:
     _kernels_error = error
@@ -115,6 +116,7 @@ def recsa_attention(
     return_selection: bool = False,
     return_weights: bool = False,
     backend: str = "auto",
+    training: bool = False,
     block_elements: int | None = None,
 ) -> RecSAOutput:
     """Recursive Sparse Attention of new queries over the tokens of their own sequences.
@@ -137,6 +139,8 @@ def recsa_attention(
         return_weights: also returns the token-level matrix A; for short inputs.
         backend: "reference", "triton", or "auto": the kernels on a CUDA device, where they can do what is asked, else
             the reference, with one notice a reason where there is such a device. [our decision]
+        training: the kernels compute without gradients as they do with them, so that a forward that checkpointing
+            computes twice chooses alike.
         block_elements: most elements of one temporary; by device where `None`.
 
     Returns:
@@ -154,7 +158,11 @@ def recsa_attention(
     if prefers_kernels(backend, query.device):
         lack = _lack_of_kernels(query, levels, geometry, dropout, return_weights)
         if lack is None:
-            job.kernels = TritonWalk(query, levels, job.starts, geometry, rope, scaling, selection)
+            job.make_walk = partial(
+                TritonWalk, starts=job.starts, geometry=geometry, rope=rope, scaling=scaling, given=selection,
+                training=training or job.wants_gradients(),
+            )  # fmt: skip
+            job.kernels = job.make_walk(query, levels)
         elif backend == "triton":
             raise ValueError(f"recsa_backend='triton': {lack}; use 'auto' or 'reference' (PyTorch).")
         elif job.has_sparse_queries():
@@ -190,8 +198,6 @@ def _lack_of_kernels(query, levels, geometry, dropout, return_weights) -> str | 
     """Why the kernels cannot run this call; `None` where they can."""
     if _kernels_error is not None:
         return f"cannot be used here ({type(_kernels_error).__name__}: {_kernels_error})"
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, *levels.keys, *levels.values)):
-        return "has no backward: run under torch.no_grad()"
     if dropout:
         return "has no dropout: set attention_dropout to 0"
     if return_weights:
@@ -231,6 +237,7 @@ class OperatorCall:
     block_elements: int
     given: Selection | None = None
     kernels: "TritonWalk | None" = None
+    make_walk: "Callable[[torch.Tensor, Levels], TritonWalk]"
 
     def __init__(self, query, levels, starts, counts, geometry, rope, scaling, dropout):
         kv_heads = levels.keys[0].shape[1]
@@ -309,14 +316,19 @@ class OperatorCall:
             for start, count in zip(self.starts, self.counts, strict=True)
         )
 
+    def wants_gradients(self) -> bool:
+        return torch.is_grad_enabled() and any(
+            tensor.requires_grad for tensor in (self.query, *self.levels.keys, *self.levels.values)
+        )
+
     def run_sparse(self, keep_selection: bool) -> bool:
         """Queries with t + 1 > M, in blocks of equal depth."""
         ran = False
-        recompute = torch.is_grad_enabled() and any(
-            tensor.requires_grad for tensor in (self.query, *self.levels.keys, *self.levels.values)
-        )
+        recompute = self.wants_gradients()
         if not recompute and self.kernels is None and self.has_sparse_queries():
             self._rotate_ahead()
+        if recompute and self.kernels is not None:
+            return self._run_sparse_with_gradients(keep_selection)
         for rows, begin, end, depth in self._blocks():
             ran = True
             if self.kernels is not None:
@@ -329,6 +341,18 @@ class OperatorCall:
                 out = self._walk(rows, begin, end, depth, keep_selection)
             self.pieces.append((rows, begin, out))
         return ran
+
+    def _run_sparse_with_gradients(self, keep_selection: bool) -> bool:
+        def keep(block, level, nodes):
+            if keep_selection:
+                rows, begin, end, _ = block
+                self._keep_selection(rows, begin, end, level, nodes)
+
+        blocks, query = list(self._blocks()), self.query.transpose(2, 3).flatten(1, 2)
+        if blocks:
+            outputs = attend_with_gradients(self.make_walk, blocks, keep, query, self.levels)
+            self.pieces += [(rows, begin, out) for (rows, begin, *_), out in zip(blocks, outputs, strict=True)]
+        return bool(blocks)
 
     def _blocks(self) -> Iterator[tuple[list[int], int, int, int]]:
         """(rows, first column, end, depth): in each block all queries start at the same level."""

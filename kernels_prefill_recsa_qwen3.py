@@ -584,8 +584,8 @@ class PrefillBlock:
         self.group_block = triton.next_power_of_2(self.group)
         self.row_bytes = 2 * self.halves["HP"] * query.element_size()
 
-    def run(self, depth: int, given, keep) -> torch.Tensor:
-        """Output `[S', H_kv, w, G, D]` float32.
+    def run(self, depth: int, given, keep) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output `[S', H_kv, w, G, D]` float32 and its log-sum-exp `[S', H_kv, w, G]` in units of log2.
 
         Args:
             depth: the level where these queries start.
@@ -595,7 +595,7 @@ class PrefillBlock:
         chosen, output, lse = self._top(depth, given, keep)
         for level in range(depth - 1, -1, -1):
             chosen = self._below(level, chosen, output, lse, given, keep)
-        return output
+        return output, lse
 
     def _empty(self, *shape: int, dtype=torch.float32) -> torch.Tensor:
         return torch.empty(len(self.rows), self.kv_heads, self.width, *shape, dtype=dtype, device=self.query.device)
@@ -617,19 +617,26 @@ class PrefillBlock:
         )  # fmt: skip
         return rotated
 
-    def _top(self, level: int, given, keep):
-        span = self.geometry.branching**level
-        nodes = self.last // span  # complete nodes before the last query's path
-        query = self._rotated_queries(span, top=True)
-        keys, values = self.levels.keys[level], self.levels.values[level]
+    def _rotated_keys(self, level: int) -> torch.Tensor:
+        """The complete nodes of the top level before the last query's path, at their positions."""
+        keys, nodes, block = self.levels.keys[level], self.last // self.geometry.branching**level, 32
         rotated = torch.empty(
             len(self.rows), self.kv_heads, nodes, self.head_dim, dtype=keys.dtype, device=keys.device
         )
-        block = 32
         rotate_keys_kernel[(triton.cdiv(nodes, block), self.programs)](
             keys, rotated, *self.rope, self.rows, nodes, *keys.stride()[:3],
             KV_HEADS=self.kv_heads, STRIDE=self.rope[0].shape[1], **self.halves, BLOCK=block,
         )  # fmt: skip
+        return rotated
+
+    def _top(self, level: int, given, keep):
+        span = self.geometry.branching**level
+        nodes = self.last // span  # complete nodes before the last query's path
+        query, rotated, values = (
+            self._rotated_queries(span, top=True),
+            self._rotated_keys(level),
+            self.levels.values[level],
+        )
         nodes_of_tile = min(max(NODE_BYTES // self.row_bytes, 16), 64)
         tiles = dict(**self.heads, GP=self.group_block, BN=nodes_of_tile, **self.halves)
         stages = 3 if shared_memory(self.query.device) >= LARGE_SHARED_MEMORY else 2
@@ -678,7 +685,7 @@ class PrefillBlock:
         """One gathered level, merged into `output` and `lse`; returns its chosen nodes."""
         r, k = self.geometry.branching, self.geometry.top_k
         span = r**level
-        sort = self._sort_pairs(parents, self.last // (span * r) + 1)
+        sort = self._sort_pairs(parents, self.last // (span * r) + 1, PAIRS_OF_PROGRAM)
         query = self._rotated_queries(span, top=False)
         if level == 0:
             chosen, parts = None, self._children(level, query, sort, None, None, score=True, attend=True)
@@ -702,16 +709,26 @@ class PrefillBlock:
         )  # fmt: skip
         return chosen
 
-    def _sort_pairs(self, chosen: torch.Tensor, parents: int) -> dict:
+    def _sort_pairs(self, chosen: torch.Tensor, parents: int, pairs_of_item: int, stable: bool = False) -> dict:
+        """The pairs (query * K + slot) grouped by parent, and the items of at most so many pairs that programs take.
+
+        `stable`: each parent's pairs are in order, where sums over them must come out the same each time.
+        """
         pairs = self.width * self.geometry.top_k
-        grid = (triton.cdiv(pairs, 1024), self.programs)
-        counts = torch.zeros(self.programs, parents, dtype=torch.int32, device=chosen.device)
-        places, by_parent = torch.empty_like(chosen), torch.empty_like(chosen)
-        count_pairs_kernel[grid](chosen, counts, places, pairs, parents, BLOCK=1024)
-        ends = counts.cumsum(1, dtype=torch.int32)
-        sort_pairs_kernel[grid](chosen, ends, counts, places, by_parent, pairs, parents, BLOCK=1024)
-        items = pairs // PAIRS_OF_PROGRAM + min(parents, pairs)
-        item_ends = ((counts + (PAIRS_OF_PROGRAM - 1)) // PAIRS_OF_PROGRAM).cumsum(1, dtype=torch.int32)
+        if stable:
+            ordered, by_parent = chosen.view(self.programs, pairs).sort(dim=1, stable=True)
+            index = torch.arange(parents, dtype=torch.int32, device=chosen.device).expand(self.programs, -1)
+            ends = torch.searchsorted(ordered, index.contiguous(), right=True, out_int32=True)
+            counts, by_parent = ends.diff(dim=1, prepend=ends.new_zeros(self.programs, 1)), by_parent.int()
+        else:
+            grid = (triton.cdiv(pairs, 1024), self.programs)
+            counts = torch.zeros(self.programs, parents, dtype=torch.int32, device=chosen.device)
+            places, by_parent = torch.empty_like(chosen), torch.empty_like(chosen)
+            count_pairs_kernel[grid](chosen, counts, places, pairs, parents, BLOCK=1024)
+            ends = counts.cumsum(1, dtype=torch.int32)
+            sort_pairs_kernel[grid](chosen, ends, counts, places, by_parent, pairs, parents, BLOCK=1024)
+        items = pairs // pairs_of_item + min(parents, pairs)
+        item_ends = ((counts + (pairs_of_item - 1)) // pairs_of_item).cumsum(1, dtype=torch.int32)
         index = torch.arange(items, dtype=torch.int32, device=chosen.device).expand(self.programs, -1).contiguous()
         parent_of_item = torch.searchsorted(item_ends, index, right=True, out_int32=True)
         return dict(

@@ -13,6 +13,8 @@ from .tree_recsa_qwen3 import Levels, TreeGeometry
 
 # Up to this many new queries a sequence, each query's candidates are split over programs; more are sorted by parent.
 DECODE_QUERIES = 16
+# Share of a GPU's memory that a block's temporaries may take in training, where much else is alive.
+TRAINING_BLOCK_SHARE = 1 / 24
 
 
 def unsupported(
@@ -69,9 +71,20 @@ class TritonWalk:
         rope: cos and sin `[>= M, D]`.
         scaling: on the logits.
         given: level -> chosen nodes `[S, H_kv, W, k]`, or `None` to choose.
+        training: narrow blocks, all by the kernels of prefill, whose gradients there are.
     """
 
-    def __init__(self, query, levels: Levels, starts, geometry: TreeGeometry, rope, scaling: float, given):
+    def __init__(
+        self,
+        query,
+        levels: Levels,
+        starts,
+        geometry: TreeGeometry,
+        rope,
+        scaling: float,
+        given,
+        training: bool = False,
+    ):
         assert geometry.top_k is not None  # else every query is dense
         self.query, *flat = (
             tensor if tensor.stride(-1) == 1 else tensor.contiguous()
@@ -80,7 +93,7 @@ class TritonWalk:
         levels = Levels(tuple(flat[: len(levels.keys)]), tuple(flat[len(levels.keys) :]), levels.exponents)
         self.levels, self.starts, self.geometry = levels, starts, geometry
         self.rope = tuple(table.float().contiguous() for table in rope)
-        self.scaling, self.given = scaling, given
+        self.scaling, self.given, self.training = scaling, given, training
 
     def width(self, rows: int) -> int:
         """Columns that a block of this many sequences may have."""
@@ -88,7 +101,8 @@ class TritonWalk:
         k, r, group = self.geometry.top_k, self.geometry.branching, self.query.shape[1] // kv_heads
         a_query = rows * bytes_of_block_query(self.geometry, kv_heads, group, head_dim, self.query.element_size())
         if self.query.device.type == "cuda":
-            budget = int(torch.cuda.get_device_properties(self.query.device).total_memory * BLOCK_SHARE)
+            share = TRAINING_BLOCK_SHARE if self.training else BLOCK_SHARE
+            budget = int(torch.cuda.get_device_properties(self.query.device).total_memory * share)
         else:
             budget = 1 << 30
         # offsets within a head are 32 bits wide
@@ -104,21 +118,43 @@ class TritonWalk:
         Raises:
             ValueError: a selection that does not fit the tree.
         """
-        device, width = self.query.device, end - begin
-        row_index = torch.tensor(rows, dtype=torch.int32, device=device)
-        starts = torch.tensor([self.starts[row] for row in rows], dtype=torch.int32, device=device)
+        width = end - begin
+        if width > DECODE_QUERIES or self.training:
+            return self.run_block(rows, begin, end, depth, keep)[0]
         last = max(self.starts[row] for row in rows) + end - 1
+        candidates = [self.geometry.max_candidates] * depth + [last // self.geometry.branching**depth + 1]
+        given = self._given(rows, begin, end, depth, keep)
+        with launching_on(self.query.device):
+            return decode_block(
+                self.query, self.levels, *self._places(rows), begin, width, candidates, self.geometry, self.rope,
+                self.scaling, given, keep,
+            )  # fmt: skip
+
+    def run_block(self, rows: list[int], begin: int, end: int, depth: int, keep) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `run`, by the kernels of prefill whatever the width; also the log-sum-exp, in units of log2."""
+        given = self._given(rows, begin, end, depth, keep)
+        with launching_on(self.query.device):
+            return self.block(rows, begin, end, depth, PrefillBlock).run(depth, given, keep)
+
+    def block(self, rows: list[int], begin: int, end: int, depth: int, kind):
+        """A `PrefillBlock`, or what extends it, of these columns."""
+        last = max(self.starts[row] for row in rows) + end - 1
+        return kind(
+            self.query, self.levels, *self._places(rows), begin, end - begin, last, self.geometry, self.rope,
+            self.scaling,
+        )  # fmt: skip
+
+    def _places(self, rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sequences and the tokens before their column 0, on the device."""
+        starts = [self.starts[row] for row in rows]
+        row_index, start = torch.tensor([rows, starts], dtype=torch.int32).to(self.query.device)
+        return row_index, start
+
+    def _given(self, rows: list[int], begin: int, end: int, depth: int, keep) -> dict[int, torch.Tensor] | None:
         given = self._checked(rows, begin, end, depth)
-        if given is not None:
-            for level, nodes in given.items():
-                keep(level, nodes)
-        arguments = (self.query, self.levels, row_index, starts, begin, width)
-        shared = (self.geometry, self.rope, self.scaling)
-        with launching_on(device):
-            if width <= DECODE_QUERIES:
-                candidates = [self.geometry.max_candidates] * depth + [last // self.geometry.branching**depth + 1]
-                return decode_block(*arguments, candidates, *shared, given, keep)
-            return PrefillBlock(*arguments, last, *shared).run(depth, given, keep)
+        for level, nodes in (given or {}).items():
+            keep(level, nodes)
+        return given
 
     def _checked(self, rows: list[int], begin: int, end: int, depth: int) -> dict[int, torch.Tensor] | None:
         """The given selection of a block as int32; kernels follow it without looking."""

@@ -40,6 +40,7 @@ from .trace_recsa_qwen3 import RecSATrace, recsa_trace
 from .tree_recsa_qwen3 import RecSAPooler, TreeGeometry, build_levels
 
 try:  # named so that loaders copy them; attention_recsa_qwen3 remembers why they failed
+    from .kernels_backward_recsa_qwen3 import attend_with_gradients  # noqa: F401
     from .kernels_build_recsa_qwen3 import build_nodes_by_kernel, pack_by_kernel
     from .kernels_common_recsa_qwen3 import launching_on
     from .kernels_decode_recsa_qwen3 import decode_block  # noqa: F401
@@ -72,20 +73,16 @@ def tokens_to_reserve(prompt: int, most: int) -> int:
     return prompt + min(max(most - prompt, 0), max(LEAST_ANSWER, prompt // 4))
 
 
-def backend_of(module: nn.Module, config: RecSAQwen3Config) -> str:
-    """The backend that a module asks for: in training, "auto" is the reference.
-
-    Reentrant checkpointing computes a first forward without gradients and a second with them; both must choose alike.
-    """
-    return "reference" if module.training and config.recsa_backend == "auto" else config.recsa_backend
-
-
 def runs_kernels(module: nn.Module, config: RecSAQwen3Config, states: torch.Tensor) -> bool:
-    """Whether what surrounds the operator runs on kernels as well: asked for, and no gradient wanted."""
+    """Whether what surrounds the operator runs on kernels as well: asked for, and no gradient wanted.
+
+    Nor in training: reentrant checkpointing computes a first forward without gradients and a second with them, and
+    both must choose alike.
+    """
     return (
-        prefers_kernels(backend_of(module, config), states.device)
+        prefers_kernels(config.recsa_backend, states.device)
         and unsupported is not None
-        and not torch.is_grad_enabled()
+        and not (torch.is_grad_enabled() or module.training)
         and unsupported(states) is None
     )
 
@@ -215,7 +212,8 @@ class RecSAQwen3Attention(nn.Module):
             dropout=self.attention_dropout if self.training else 0.0,
             return_selection=self.trace is not None,
             return_weights=output_attentions,
-            backend=backend_of(self, self.config),
+            backend=self.config.recsa_backend,
+            training=self.training,
         )
         self.last_backend = result.backend
         if self.trace is not None:

@@ -52,11 +52,11 @@ driver.set_active(AbsentGPU())
 JITFunction.__getitem__ = compile_launch
 
 from recsa_qwen3 import Levels, RecSAPooler, TreeGeometry  # noqa: E402
+from recsa_qwen3.kernels_backward_recsa_qwen3 import GradientBlock, Gradients  # noqa: E402
 from recsa_qwen3.kernels_build_recsa_qwen3 import append_tokens, build_nodes_by_kernel  # noqa: E402
 from recsa_qwen3.kernels_decode_recsa_qwen3 import decode_block  # noqa: E402
 from recsa_qwen3.kernels_linear_recsa_qwen3 import add_product, gated, project  # noqa: E402
 from recsa_qwen3.kernels_norm_recsa_qwen3 import rms_norm  # noqa: E402
-from recsa_qwen3.kernels_prefill_recsa_qwen3 import PrefillBlock  # noqa: E402
 
 
 def note_variant(key, fn, **_) -> bool:
@@ -83,7 +83,7 @@ def main() -> None:
 def launch_all(
     tokens: int, width: int, geometry: TreeGeometry, heads: int, kv_heads: int, head_dim: int, dtype
 ) -> None:
-    """The last `width` of so many tokens by the kernels of prefill, one more token by those of decoding."""
+    """The last `width` of so many tokens by the kernels of prefill and of gradients, one more by those of decoding."""
     r, k, m = geometry.branching, geometry.top_k, geometry.top_capacity
     depth = geometry.depth(tokens - 1)
     stored = [-(-(tokens + 64) // r**level // r) * r for level in range(depth + 1)]
@@ -92,8 +92,12 @@ def launch_all(
     query, rope = torch.empty(1, heads, width, head_dim, dtype=dtype), (torch.ones(m, head_dim),) * 2
     rows, starts = torch.zeros(1, dtype=torch.int32), torch.full((1,), tokens - width, dtype=torch.int32)
     if depth:
-        block = PrefillBlock(query, levels, rows, starts, 0, width, tokens - 1, geometry, rope, 1.0)
-        block.run(depth, None, lambda level, nodes: None)
+        block = GradientBlock(query, levels, rows, starts, 0, width, tokens - 1, geometry, rope, 1.0)
+        chosen: dict = {}
+        output, lse = block.run(depth, None, chosen.__setitem__)
+        wide = [[torch.zeros(states.shape) for states in tensors] for tensors in (keys, values)]
+        into = Gradients(query.unflatten(1, (kv_heads, -1)), *wide)
+        block.gradients(depth, chosen, output, output, lse, into)
     candidates = [k * r] * depth + [tokens // r**depth + 1]
     decode_block(query, levels, rows, starts, 0, 1, candidates, geometry, rope, 1.0)
     pooler = RecSAPooler(kv_heads, r, head_dim).to(dtype)

@@ -12,7 +12,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 
 from conftest import DENSE, RELATIVE_RMS, random_ids, relative_rms, tiny_model
 from operands import Case, check_case, importance_gap, make_case, recorded_walks, selections_of, strided
-from recsa_qwen3 import Levels, RecSACache, RecSAPooler, attention_recsa_qwen3, modeling_recsa_qwen3, recsa_trace
+from recsa_qwen3 import Levels, RecSACache, RecSAPooler, attention_recsa_qwen3, recsa_trace
 from recsa_qwen3.tree_recsa_qwen3 import Nodes, build_nodes
 
 kernels_walk = pytest.importorskip("recsa_qwen3.kernels_walk_recsa_qwen3")
@@ -494,8 +494,7 @@ def test_what_takes_no_step():
         model(ids[:, :1], cache=cache)
         assert cache.step is None
     model.config.recsa_backend = "triton"
-    with pytest.raises(ValueError, match="backward"):
-        model(ids[:, :1], cache=cache)
+    assert model(ids[:, :1], cache=cache).logits.requires_grad and cache.step is None
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------
@@ -536,26 +535,9 @@ def test_devices_that_cannot_run_the_kernels_are_named(what, monkeypatch):
     assert {"capability": "8.0", "compiler": "C compiler", "rocm": "NVIDIA"}[what] in lack
 
 
-def test_training_stays_on_the_reference(monkeypatch):
-    """Under "auto": a first forward of reentrant checkpointing runs without gradients, and must choose alike."""
-    for module in (attention_recsa_qwen3, modeling_recsa_qwen3):
-        monkeypatch.setattr(module, "prefers_kernels", lambda backend, device: backend != "reference")
-    model = stepping_model()
-    model.config.recsa_backend = "auto"
-    ids = random_ids(1, 40).to(DEVICE)
-    with torch.no_grad():
-        model(ids)
-        assert model.last_backend == "dense+triton"
-        model.train()(ids)
-    assert model.last_backend == "dense+reference"
-
-
-@pytest.mark.parametrize(
-    ("what", "message"), [("gradient", "backward"), ("dropout", "dropout"), ("weights", "matrices")]
-)
+@pytest.mark.parametrize(("what", "message"), [("dropout", "dropout"), ("weights", "matrices")])
 def test_what_the_kernels_lack_is_refused_by_name(what, message):
     case = on_device(make_case((70,), (3,), dtype=torch.float32))
-    case.query.requires_grad_(what == "gradient")
     options = dict(dropout=0.1 if what == "dropout" else 0.0, return_weights=what == "weights")
     with pytest.raises(ValueError, match=f"recsa_backend='triton': .*{message}"):
         case.run(backend="triton", **options)
@@ -568,7 +550,7 @@ def test_auto_runs_the_kernels_on_a_gpu_alone():
         assert case.run(backend="reference").backend == "reference"
 
 
-@pytest.mark.parametrize("what", ["gradient", "dropout", "weights", "dtype", "nothing", "broken triton"])
+@pytest.mark.parametrize("what", ["dropout", "weights", "dtype", "nothing", "broken triton"])
 def test_auto_gives_notice_where_the_kernels_cannot(what, monkeypatch):
     """On a device with kernels: the reference, and one sentence that names the reason; none for dense queries."""
     notices: list[str] = []
@@ -579,14 +561,11 @@ def test_auto_gives_notice_where_the_kernels_cannot(what, monkeypatch):
     dtype = torch.float64 if what == "dtype" else torch.float32
     case, short = (on_device(make_case((start,), (3,), dtype=dtype)) for start in (70, 2))
     options = dict(dropout=0.1 if what == "dropout" else 0.0, return_weights=what == "weights", backend="auto")
-    for one in (case, short):
-        one.query.requires_grad_(what == "gradient")
-    with torch.set_grad_enabled(what == "gradient"):
-        expected = case.run(**{**options, "backend": "reference", "dropout": 0.0}).output
-        assert short.run(**options).backend == "dense" and not notices
-        result = case.run(**options)
+    expected = case.run(**{**options, "backend": "reference", "dropout": 0.0}).output
+    assert short.run(**options).backend == "dense" and not notices
+    result = case.run(**options)
     assert result.backend == ("triton" if what == "nothing" else "reference")
-    names = {"gradient": "backward", "weights": "matrices", "dtype": "float64", "broken triton": "no ptxas"}
+    names = {"weights": "matrices", "dtype": "float64", "broken triton": "no ptxas"}
     assert len(notices) == (what != "nothing")
     assert not notices or ("recsa_backend='auto'" in notices[0] and names.get(what, what) in notices[0])
     if what != "dropout":
