@@ -137,6 +137,7 @@ def _teacher_config(config: RecSAQwen3Config, stretched: int, trained: int) -> R
             f"shorter sequences, or set recsa_trained_length (now {trained}) to what the backbone was trained on."
         )
     original = rope.get("original_max_position_embeddings") or trained
+    rope.pop("attention_factor", None)  # goes with the factor
     rope.update(rope_type="yarn", factor=stretched / original, original_max_position_embeddings=original)
     edited = copy.copy(config)
     edited.rope_parameters = rope
@@ -194,14 +195,14 @@ def distillation_loss(
         # no value is read: those of the tree have no width
         levels = build_levels(key, key[..., :0], pooler, geometry.branching, highest)
         call = OperatorCall(query, levels, (0,) * sequences, (tokens,) * sequences, geometry, rope, scaling, 0.0)
-        teacher = _Teacher(key, teacher_rope, scaling, call.dtype)
+        teacher = Teacher(key, teacher_rope, scaling, call.dtype)
         sums: list[list[torch.Tensor]] = [[] for _ in range(highest)]
         walks = _walk_depths(positions, geometry)
         for level in range(1, int(walks.max())):  # those whose nodes queries gather
             call.rotated[level] = call._rotate_siblings(
                 call.states("keys", level, levels.keys[level].shape[2], list(range(sequences)), call.dtype)
             )
-        for block in _blocks(positions, walks, weights, heads * tokens, block_elements):
+        for block in blocks(positions, walks, weights, heads * tokens, block_elements):
             own = block.on(query.device)
             queries = call.query[own.rows[:, None], :, own.columns].transpose(1, 2).to(call.dtype)
             masses = teacher.masses(queries, block.members, own.positions, block.last, geometry.branching)
@@ -245,13 +246,13 @@ def far_scores(
     """
     heads, tokens, head_dim = query.shape[1], key.shape[2], query.shape[3]
     dtype = accumulation_dtype(query.dtype)
-    teacher = _Teacher(key, teacher_rope, head_dim**-0.5 if scaling is None else scaling, dtype)
+    teacher = Teacher(key, teacher_rope, head_dim**-0.5 if scaling is None else scaling, dtype)
     grouped = query.unflatten(1, (key.shape[1], -1)).transpose(2, 3)
     scores = torch.zeros(positions.shape, dtype=dtype, device=query.device)
     positions = positions.cpu()
     weights = torch.ones(positions.shape)
     with torch.no_grad(), maybe_autocast(query.device.type, enabled=False):
-        for block in _blocks(positions, positions.clamp(max=0), weights, heads * tokens, block_elements):
+        for block in blocks(positions, positions.clamp(max=0), weights, heads * tokens, block_elements):
             own = block.on(query.device)
             queries = grouped[own.rows[:, None], :, own.columns].transpose(1, 2).to(dtype)
             mass = teacher.attention(queries, block.members, own.positions, block.last)
@@ -285,15 +286,11 @@ def _highest_level(position: int, branching: int) -> int:
 
 def _walk_depths(positions: torch.Tensor, geometry: TreeGeometry) -> torch.Tensor:
     """From which level queries walk, 0 where they see all nodes of every level >= 1; -1 where there is nothing."""
-    depth = torch.zeros_like(positions)
-    level = 2
-    while int(positions.max()) >= geometry.first_position(level):
-        depth[positions >= geometry.first_position(level)] = level
-        level += 1
-    return depth.masked_fill(positions < 2 * geometry.branching, -1)
+    depths = geometry.depths(positions)
+    return depths.masked_fill(depths == 1, 0).masked_fill(positions < 2 * geometry.branching, -1)
 
 
-class _Operands(NamedTuple):
+class BlockOperands(NamedTuple):
     """A block's indices on the device of the queries: `[S']`, and three of `[S', w]`."""
 
     rows: torch.Tensor
@@ -302,7 +299,7 @@ class _Operands(NamedTuple):
     weights: torch.Tensor
 
 
-class _Block(NamedTuple):
+class Block(NamedTuple):
     """Queries that walk from the same level.
 
     Attributes:
@@ -320,14 +317,14 @@ class _Block(NamedTuple):
     weights: torch.Tensor
     last: int
 
-    def on(self, device: torch.device) -> _Operands:
+    def on(self, device: torch.device) -> BlockOperands:
         parts = (torch.tensor(self.members), self.columns, self.positions, self.weights)
-        return _Operands(*(part.to(device, non_blocking=True) for part in parts))
+        return BlockOperands(*(part.to(device, non_blocking=True) for part in parts))
 
 
-def _blocks(
-    positions: torch.Tensor, walks: torch.Tensor, weights: torch.Tensor, per_query: int, elements: int | None
-) -> Iterator[_Block]:
+def blocks(
+    positions: torch.Tensor, walks: torch.Tensor, weights: torch.Tensor, per_query: int, elements: int | None = None
+) -> Iterator[Block]:
     """Sampled queries `[S, n]` in blocks of equal `walks` (>= 0); `elements` bounds those of a block's attention."""
     most = max((elements or _BLOCK_ELEMENTS) // per_query, 1)
     beyond = torch.iinfo(torch.long).max
@@ -345,10 +342,10 @@ def _blocks(
                 columns = torch.where(real, order[members][:, place], order[members, :1])
                 at = positions[members].gather(1, columns)
                 weight = weights[members].gather(1, columns).masked_fill(~real, 0.0)
-                yield _Block(walk, members.tolist(), columns, at, weight, int(at.max()))
+                yield Block(walk, members.tolist(), columns, at, weight, int(at.max()))
 
 
-class _Teacher:
+class Teacher:
     """Dense attention over keys before RoPE, `[S, H_kv, N, D]`."""
 
     def __init__(self, key: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], scaling: float, dtype: torch.dtype):
@@ -384,7 +381,7 @@ class _Teacher:
 
 
 def _block_kl(
-    call: OperatorCall, block: _Block, own: _Operands, query: torch.Tensor, masses: list[torch.Tensor]
+    call: OperatorCall, block: Block, own: BlockOperands, query: torch.Tensor, masses: list[torch.Tensor]
 ) -> list[torch.Tensor]:
     """Weighted sums of KL over heads and queries `[S', H_kv, w, G, D]`, for levels 1, 2, ... as in `masses`."""
     position = own.positions[:, None]

@@ -38,6 +38,7 @@ from .distillation_recsa_qwen3 import layer_loss, zero_of
 from .float8_recsa_qwen3 import pack  # noqa: F401
 from .memory_recsa_qwen3 import free_bytes  # noqa: F401
 from .progress_recsa_qwen3 import reading
+from .recall_recsa_qwen3 import needle_recall
 from .rows_recsa_qwen3 import Rows, rows_of_batch
 from .sampling_recsa_qwen3 import SampledQueries, draw_queries
 from .trace_recsa_qwen3 import RecSATrace, recsa_trace
@@ -577,9 +578,12 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
         all_states, all_weights, losses = [], [], []
         layers: list[Any] = list(self.layers[: self.config.num_hidden_layers])
         options = {"output_attentions": bool(output_attentions), "step": step}
+        frozen = sampled is not None and sampled.frozen
         if sampled is not None:
             options["sampled"] = sampled
-        with self._computed_once(sampled is not None and sampled.frozen):
+        if frozen:
+            states = states.detach()  # reentrant checkpointing has a hook that makes embeddings ask for gradients
+        with self._computed_once(frozen):
             for layer in layers:
                 all_states.append(states)
                 states, weights, *loss = layer(states, rows=rows, cache=cache, **options)
@@ -999,5 +1003,6 @@ __all__ = [
     "RecSAQwen3ForTokenClassification",
     "RecSAQwen3Model",
     "RecSAQwen3PreTrainedModel",
+    "needle_recall",
     "recsa_trace",
 ]

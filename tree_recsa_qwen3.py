@@ -63,6 +63,14 @@ class TreeGeometry:
             level, nodes = level + 1, -(-nodes // self.branching)
         return level
 
+    def depths(self, positions: torch.Tensor) -> torch.Tensor:
+        """`depth` of each of the `positions`, on the host; 0 where one is negative."""
+        depths, level = torch.zeros_like(positions), 1
+        while self.top_k is not None and bool((above := positions >= self.first_position(level)).any()):
+            depths += above
+            level += 1
+        return depths
+
     def first_position(self, depth: int) -> int:
         """The first logical position whose walk starts at `depth` or above it (depth >= 1)."""
         return self.top_capacity * self.branching ** (depth - 1)

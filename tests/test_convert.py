@@ -27,7 +27,7 @@ from convert_qwen3 import ConversionError, convert, main
 from fresh import ROOT, SOURCES, run_fresh, tiny_tokenizer
 from hub_server import HubServer
 from recsa_qwen3 import RecSAQwen3Config, RecSAQwen3ForCausalLM
-from recsa_qwen3.configuration_recsa_qwen3 import SUPPORTED_TOKENS
+from recsa_qwen3.configuration_recsa_qwen3 import SUPPORTED_TOKENS, TRAINED_TOKENS
 
 STOCK = {name: value for name, value in TINY.items() if not name.startswith("recsa_")}
 RECSA = {name: value for name, value in TINY.items() if name.startswith("recsa_")}
@@ -316,6 +316,7 @@ def test_rope_in_every_spelling(source, output, spelling):
         rotary = modeling_qwen3.Qwen3RotaryEmbedding(config)
         assert torch.equal(rotary.inv_freq, theirs.inv_freq)
         assert rotary.attention_scaling == theirs.attention_scaling
+    assert ours.recsa_trained_length == min(stock.max_position_embeddings, TRAINED_TOKENS)
     ids = random_ids(2, DENSE)
     with torch.no_grad():
         logits = RecSAQwen3ForCausalLM.from_pretrained(output).eval()(ids).logits

@@ -131,13 +131,13 @@ def test_memory_stays_within_a_block(monkeypatch):
     """Neither N x N nor N per sampled query: the teacher's attention is held for as many queries as a block says."""
     case = case_of(400, heads=2, kv_heads=1, head_dim=8)
     widths = []
-    masses = distillation_recsa_qwen3._Teacher.masses
+    masses = distillation_recsa_qwen3.Teacher.masses
 
     def watched(teacher, query, *arguments):
         widths.append(query.shape[2])
         return masses(teacher, query, *arguments)
 
-    monkeypatch.setattr(distillation_recsa_qwen3._Teacher, "masses", watched)
+    monkeypatch.setattr(distillation_recsa_qwen3.Teacher, "masses", watched)
     with torch.no_grad():
         loss_of(case, torch.arange(200, 400).repeat(2, 1), block_elements=2 * 400 * 7)
     assert max(widths) == 7 and sum(widths) == 400
@@ -155,6 +155,11 @@ def test_memory_stays_within_a_block(monkeypatch):
 def test_positions_that_teach_nothing_are_refused(positions, message):
     with pytest.raises(ValueError, match=message):
         loss_of(case_of(), torch.tensor(positions))
+    case = case_of()
+    with pytest.raises(ValueError, match="shape"):
+        distillation_loss(
+            case.query[:, :, :3], case.keys, case.pooler, case.geometry, torch.tensor([[9]]), case.rope, case.rope
+        )
     dense = case_of(k=None)
     with pytest.raises(ValueError, match="recsa_top_k"):
         loss_of(dense, torch.tensor([[50], [60]]))
