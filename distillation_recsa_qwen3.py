@@ -94,7 +94,7 @@ def zero_of(pooler: RecSAPooler, like: torch.Tensor, branching: int) -> torch.Te
 
 def queries_at(query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Of queries `[S, H, N, D]` those at `positions` `[S, n]`, `[S, H, n, D]`; any of them where it is -1."""
-    index = positions.clamp(min=0).to(query.device)[:, None, :, None]
+    index = positions.clamp(min=0).to(query.device, non_blocking=True)[:, None, :, None]
     return query.gather(2, index.expand(-1, query.shape[1], -1, query.shape[3]))
 
 
@@ -205,7 +205,7 @@ def distillation_loss(
         for block in blocks(positions, walks, weights, heads * tokens, block_elements):
             own = block.on(query.device)
             queries = call.query[own.rows[:, None], :, own.columns].transpose(1, 2).to(call.dtype)
-            masses = teacher.masses(queries, block.members, own.positions, block.last, geometry.branching)
+            masses = teacher.masses(queries, block, own, geometry.branching)
 
             def block_sums(masses, block=block, own=own, queries=queries):
                 return tuple(_block_kl(call, block, own, queries, masses))
@@ -255,7 +255,7 @@ def far_scores(
         for block in blocks(positions, positions.clamp(max=0), weights, heads * tokens, block_elements):
             own = block.on(query.device)
             queries = grouped[own.rows[:, None], :, own.columns].transpose(1, 2).to(dtype)
-            mass = teacher.attention(queries, block.members, own.positions, block.last)
+            mass = teacher.attention(queries, block, own)
             mass = mass.masked_fill(~far_tokens(own.positions, block.last + 1, branching)[:, None, :, None], 0.0)
             found = mass.sum(-1).mean((1, 3)) if strategy == "far_mass" else mass.amax((1, 3, 4))
             # a column that fills a block up stands for a real one, and finds the same
@@ -356,25 +356,24 @@ class Teacher:
             self.key = rotate(key.to(dtype), self.cos[:, None], self.sin[:, None])
 
     @torch.no_grad()
-    def attention(self, query: torch.Tensor, members: list[int], at: torch.Tensor, last: int) -> torch.Tensor:
-        """What queries `[S', H_kv, w, G, D]` at `[S', w]` give to tokens 0 ... last, `[S', H_kv, w, G, last + 1]`."""
-        table = torch.tensor(members if len(self.cos) > 1 else [0] * len(members), device=at.device)[:, None]
+    def attention(self, query: torch.Tensor, block: Block, own: BlockOperands) -> torch.Tensor:
+        """What queries `[S', H_kv, w, G, D]` give to the tokens up to the block's last, `[S', H_kv, w, G, n]`."""
+        members, at, last = block.members, own.positions, block.last
+        table = (own.rows if len(self.cos) > 1 else torch.zeros_like(own.rows))[:, None]
         query = rotate(query, self.cos[table, at][:, None, :, None], self.sin[table, at][:, None, :, None])
-        if members == list(range(members[0], members[-1] + 1)):
+        if len(members) == members[-1] + 1 - members[0]:  # side by side: no copy
             key = self.key[members[0] : members[-1] + 1, :, : last + 1]
         else:
-            key = self.key[members, :, : last + 1]
+            key = self.key[:, :, : last + 1].index_select(0, own.rows)
         logits = (query.flatten(2, 3) @ key.transpose(-1, -2)).mul_(self.scaling).unflatten(2, query.shape[2:4])
         unread = torch.arange(last + 1, device=at.device) > at[..., None]
         return torch.softmax(logits.masked_fill_(unread[:, None, :, None], float("-inf")), -1)
 
-    def masses(
-        self, query: torch.Tensor, members: list[int], at: torch.Tensor, last: int, branching: int
-    ) -> list[torch.Tensor]:
+    def masses(self, query: torch.Tensor, block: Block, own: BlockOperands, branching: int) -> list[torch.Tensor]:
         """The same summed over the nodes of levels 1, 2, ... that some query has two of, each `[..., n_l]`."""
-        mass = self.attention(query, members, at, last)
+        mass = self.attention(query, block, own)
         masses = []
-        for _ in range(_highest_level(last, branching)):
+        for _ in range(_highest_level(block.last, branching)):
             mass = F.pad(mass, (0, -mass.shape[-1] % branching)).unflatten(-1, (-1, branching)).sum(-1)
             masses.append(mass)
         return masses

@@ -133,7 +133,7 @@ def _layer_recall(attention, query, key, positions, targets, threshold) -> Recal
         for block in blocks(positions, depths, torch.ones(positions.shape), query.shape[1] * tokens):
             own = block.on(key.device)
             queries = call.query[own.rows[:, None], :, own.columns].transpose(1, 2).to(call.dtype)
-            mass = teacher.attention(queries, block.members, own.positions, block.last).amax(3)  # [S', H_kv, w, N]
+            mass = teacher.attention(queries, block, own).amax(3)  # [S', H_kv, w, N]
             if targets is None:
                 mass = mass.masked_fill(~far_tokens(own.positions, block.last + 1, geometry.branching)[:, None], 0.0)
                 most, token = mass.max(-1)

@@ -791,12 +791,14 @@ def print_report(report: dict[str, Any]) -> None:
     print(f"recsa        {', '.join(f'{k}={v}' for k, v in report['recsa'].items())}")
 
 
-def field_value(text: str) -> int | bool | str | None:
-    """Reads an option of a `recsa_*` field: `none`, `true`, `false`, an integer or a word; the config judges it."""
+def field_value(text: str) -> int | float | bool | str | None:
+    """Reads an option of a `recsa_*` field: `none`, `true`, `false`, a number or a word; the config judges it."""
     words: dict[str, bool | None] = {"none": None, "true": True, "false": False}
     if text.lower() in words:
         return words[text.lower()]
-    return int(text) if re.fullmatch(r"[+-]?\d+", text) else text
+    if re.fullmatch(r"[+-]?\d+", text):
+        return int(text)
+    return float(text) if re.fullmatch(r"[+-]?\d*\.\d+", text) else text
 
 
 def size_value(text: str) -> int:

@@ -405,8 +405,9 @@ def test_config_is_the_sources_with_the_recsa_fields(source, output):
     convert(source, output, recsa={"recsa_top_k": None, "recsa_top_capacity": 40})
     old, new = (json.loads((folder / "config.json").read_text()) for folder in (source, output))
     defaults = RecSAQwen3Config()
+    set_here = {"recsa_top_k": None, "recsa_top_capacity": 40, "recsa_trained_length": 1234}
     for name in convert_qwen3.RECSA_DEFAULTS:
-        old[name] = {"recsa_top_k": None, "recsa_top_capacity": 40}.get(name, getattr(defaults, name))
+        old[name] = set_here.get(name, getattr(defaults, name))
     for name in ("_name_or_path", "auto_map"):
         old.pop(name, None)
     auto_map = new.pop("auto_map")
@@ -421,8 +422,11 @@ def test_every_recsa_field_is_an_option(source, output, capsys):
     assert fields == set(convert_qwen3.RECSA_DEFAULTS)
     options = ["--branching=8", "--top-k=None", "--recent=0", "--top-capacity=none", "--count-bias=true"]
     options += ["--backend=reference", "--prefill-chunk=77", "--dtype=bfloat16", "--max-shard-size=0.1MB"]
+    options += ["--distill-weight=0.25", "--distill-queries=peak+uniform", "--trained-length=99"]
     assert main(["--source", str(source), "--output", str(output), *options]) == 0
     config = RecSAQwen3Config.from_pretrained(output)
+    distilled = (config.recsa_distill_weight, config.recsa_distill_queries, config.recsa_trained_length)
+    assert distilled == (0.25, "peak+uniform", 99)
     values = [getattr(config, f"recsa_{name}") for name in ("branching", "top_k", "recent", "top_capacity")]
     assert values == [8, None, 0, None]
     assert (config.recsa_count_bias, config.recsa_backend, config.recsa_prefill_chunk) == (True, "reference", 77)
