@@ -20,6 +20,7 @@ from .modeling_recsa_qwen3 import (
     RecSAQwen3Model,
     RecSAQwen3PreTrainedModel,
 )
+from .recall_recsa_qwen3 import Recall, needle_recall
 from .trace_recsa_qwen3 import RecSATrace, recsa_trace
 from .tree_recsa_qwen3 import Levels, RecSAPooler, TreeGeometry, build_levels
 
@@ -33,6 +34,7 @@ AutoModelForQuestionAnswering.register(RecSAQwen3Config, RecSAQwen3ForQuestionAn
 
 __all__ = [
     "Levels",
+    "Recall",
     "RecSACache",
     "RecSAPooler",
     "RecSAQwen3Config",
@@ -45,6 +47,7 @@ __all__ = [
     "RecSATrace",
     "TreeGeometry",
     "build_levels",
+    "needle_recall",
     "recsa_attention",
     "recsa_trace",
 ]

@@ -4,7 +4,7 @@ This file is the only place where defaults and limits of the `recsa_*` fields ar
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import transformers
@@ -31,6 +31,11 @@ AUTO_MAP = {
 }
 BACKENDS = ("auto", "triton", "reference")
 CACHE_DTYPES = ("auto", "fp8_e4m3")
+# How the queries are chosen at which poolers are distilled; the scored ones by the attention of each layer.
+SCORED_QUERIES = ("far_mass", "peak")
+DISTILL_QUERIES = ("uniform", "answers", *SCORED_QUERIES)
+# Tokens of the sequences that a dense backbone was trained on, where `recsa_trained_length` does not say. [paper]
+TRAINED_TOKENS = 32768
 # RoPE types whose frequencies do not depend on the length of the prompt; the others ("dynamic", "longrope") would let
 # a later token change what an earlier query selected.
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")
@@ -76,6 +81,13 @@ class RecSAQwen3Config(Qwen3Config):
             model's dtype, or `"fp8_e4m3"`. [our decision]
         recsa_gpu_budget (`float` or `None`, defaults to `None`): GiB of a GPU that weights, cache and temporaries may
             take together; tokens beyond it lie in host memory. `None` = no limit. [our decision]
+        recsa_distill_weight (`float`, defaults to 0.0): in training, `RecSAQwen3ForCausalLM` adds this much of the
+            distillation loss, which poolers then learn from alone; 0 = none is computed. [our decision]
+        recsa_distill_queries (`str`, defaults to `"answers+uniform"`): the queries that it is taken at: `"uniform"`,
+            `"answers"`, `"far_mass"`, `"peak"`, or several joined with "+", which weigh the same. [our decision]
+        recsa_distill_samples (`int`, defaults to 256): queries a row that it is taken at. [our decision]
+        recsa_trained_length (`int` or `None`, defaults to `None`): tokens of the sequences that the dense backbone was
+            trained on, 32,768 where `None`; in longer ones the teacher's RoPE is YaRN. [our decision]
         **kwargs: every field of `Qwen3Config`.
 
     Raises:
@@ -100,6 +112,10 @@ class RecSAQwen3Config(Qwen3Config):
         recsa_cuda_graph: bool = True,
         recsa_cache_dtype: str = "auto",
         recsa_gpu_budget: float | None = None,
+        recsa_distill_weight: float = 0.0,
+        recsa_distill_queries: str = "answers+uniform",
+        recsa_distill_samples: int = 256,
+        recsa_trained_length: int | None = None,
         **kwargs,
     ):
         self.recsa_branching = recsa_branching
@@ -112,6 +128,10 @@ class RecSAQwen3Config(Qwen3Config):
         self.recsa_cuda_graph = recsa_cuda_graph
         self.recsa_cache_dtype = recsa_cache_dtype
         self.recsa_gpu_budget = recsa_gpu_budget
+        self.recsa_distill_weight = recsa_distill_weight
+        self.recsa_distill_queries = recsa_distill_queries
+        self.recsa_distill_samples = recsa_distill_samples
+        self.recsa_trained_length = recsa_trained_length
         self._check_window(kwargs)
         super().__init__(**kwargs)
         # saving one head writes only its own entry, and a Hub load adds the origin's name to each: neither may survive
@@ -170,6 +190,7 @@ class RecSAQwen3Config(Qwen3Config):
         check_budget(self.recsa_gpu_budget)
         chunk = self.recsa_prefill_chunk
         require(is_int(chunk) and chunk >= 1, "recsa_prefill_chunk", "must be an int >= 1.")
+        self._check_distillation(require, is_int)
         require(
             self.num_attention_heads % self.num_key_value_heads == 0,
             "num_key_value_heads",
@@ -181,6 +202,28 @@ class RecSAQwen3Config(Qwen3Config):
             "rope_parameters",
             f"rope_type {rope_type!r} is not supported; use one of {', '.join(ROPE_TYPES)} "
             "(RecSA never uses a position above recsa_top_capacity, so no long-context RoPE is needed).",
+        )
+
+    def _check_distillation(self, require: Callable[[bool, str, str], None], is_int: Callable[[Any], bool]) -> None:
+        weight, queries = self.recsa_distill_weight, self.recsa_distill_queries
+        is_number = is_int(weight) or isinstance(weight, float)
+        require(is_number and 0 <= weight < float("inf"), "recsa_distill_weight", "must be a finite number >= 0.")
+        names = queries.split("+") if isinstance(queries, str) else []
+        require(
+            bool(names) and set(names) <= set(DISTILL_QUERIES) and len(set(names)) == len(names),
+            "recsa_distill_queries",
+            f'must be some of {", ".join(DISTILL_QUERIES)}, each once, joined with "+".',
+        )
+        require(
+            is_int(self.recsa_distill_samples) and self.recsa_distill_samples >= len(names),
+            "recsa_distill_samples",
+            f"must be an int >= {len(names)}, one query for each of recsa_distill_queries.",
+        )
+        trained = self.recsa_trained_length
+        require(
+            trained is None or (is_int(trained) and trained >= 1),
+            "recsa_trained_length",
+            f"must be an int >= 1, or None for {TRAINED_TOKENS}.",
         )
 
 

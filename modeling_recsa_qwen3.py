@@ -6,6 +6,9 @@ copy only the entry file's direct imports. Nothing here decides what a query rea
 """
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,11 +34,13 @@ from .cache_files_recsa_qwen3 import note_model
 from .cache_layer_recsa_qwen3 import RecSALayer  # noqa: F401
 from .cache_recsa_qwen3 import RecSACache
 from .configuration_recsa_qwen3 import RecSAQwen3Config
-from .distillation_recsa_qwen3 import distillation_loss  # noqa: F401
+from .distillation_recsa_qwen3 import layer_loss, zero_of
 from .float8_recsa_qwen3 import pack  # noqa: F401
 from .memory_recsa_qwen3 import free_bytes  # noqa: F401
 from .progress_recsa_qwen3 import reading
+from .recall_recsa_qwen3 import needle_recall
 from .rows_recsa_qwen3 import Rows, rows_of_batch
+from .sampling_recsa_qwen3 import SampledQueries, draw_queries
 from .trace_recsa_qwen3 import RecSATrace, recsa_trace
 from .tree_recsa_qwen3 import RecSAPooler, TreeGeometry, build_levels
 
@@ -63,6 +68,25 @@ CACHE_FIELD = (
 
 # Tokens of an answer for which room is reserved where `generate` allows as many.
 LEAST_ANSWER = 1024
+
+
+@dataclasses.dataclass
+class RecSAModelOutputWithPast(BaseModelOutputWithPast):
+    """Outputs of the decoder; `distill_loss` as in `RecSACausalLMOutputWithPast`."""
+
+    distill_loss: torch.FloatTensor | None = None
+
+
+@dataclasses.dataclass
+class RecSACausalLMOutputWithPast(CausalLMOutputWithPast):
+    """Outputs of the language model.
+
+    Attributes:
+        distill_loss: KL of the poolers in nats, a scalar: the sum over levels, the mean over layers; not yet times
+            `recsa_distill_weight`. `None` where it is not computed.
+    """
+
+    distill_loss: torch.FloatTensor | None = None
 
 
 def tokens_to_reserve(prompt: int, most: int) -> int:
@@ -159,8 +183,9 @@ class RecSAQwen3Attention(nn.Module):
         cache: RecSACache | None = None,
         output_attentions: bool = False,
         step: "DecodingStep | None" = None,
+        sampled: SampledQueries | None = None,
         **kwargs,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor | None, ...]:
         """Attends from `hidden_states` `[B, T, hidden]`.
 
         Args:
@@ -169,9 +194,10 @@ class RecSAQwen3Attention(nn.Module):
             cache: appended to, where given.
             output_attentions: also returns the matrix A `[B, H, T, columns seen + T]`.
             step: appends and attends in place of all else, without reading a length on the host.
+            sampled: at which queries the pooler is distilled, which then learns from nothing else.
 
         Returns:
-            `[B, T, hidden]`, and A or `None`.
+            `[B, T, hidden]`, A or `None`, and with `sampled` the distillation loss, a scalar.
         """
         batch, width = hidden_states.shape[:2]
         if rows is None:
@@ -198,7 +224,8 @@ class RecSAQwen3Attention(nn.Module):
             by = (build_nodes_by_kernel, pack_by_kernel) if by_kernel else ()
             levels = cache.layers[self.layer_idx].append(key, value, rows, width, self.pooler, *by)
         else:
-            levels = build_levels(key, value, self.pooler, geometry.branching, depth)
+            pooler = self.pooler if sampled is None else partial(self.pooler, detach=True)
+            levels = build_levels(key, value, pooler, geometry.branching, depth)
         positions = longest if geometry.top_k is None else geometry.top_capacity
         result = recsa_attention(
             query,
@@ -213,19 +240,21 @@ class RecSAQwen3Attention(nn.Module):
             return_selection=self.trace is not None,
             return_weights=output_attentions,
             backend=self.config.recsa_backend,
-            training=self.training,
+            # checkpointing computes nothing again where the backbone is frozen
+            training=self.training and not (sampled is not None and sampled.frozen),
         )
         self.last_backend = result.backend
         if self.trace is not None:
             self.trace.record(self.layer_idx, rows, result)
         output = self.o_proj(rows.scatter(result.output).transpose(1, 2).reshape(batch, width, -1))
-        if depth == 0 and self.training and torch.is_grad_enabled():
-            # no node was needed; a zero made of one gives every pooler parameter the gradient that DDP waits for
-            unread = key.new_zeros(1, key.shape[1], 1, geometry.branching, self.head_dim)
-            output = output + self.pooler(unread)[1].sum().to(output.dtype)
-        if result.weights is None:
-            return output, None
-        return output, self._weights_by_column(result.weights.to(query.dtype), rows, cache)
+        if depth == 0 and sampled is None and self.training and torch.is_grad_enabled():
+            output = output + zero_of(self.pooler, key, geometry.branching).to(output.dtype)  # no node was needed
+        weights = None
+        if result.weights is not None:
+            weights = self._weights_by_column(result.weights.to(query.dtype), rows, cache)
+        if sampled is None:
+            return output, weights
+        return output, weights, layer_loss(query, key, self.pooler, self.config, rows.counts, sampled, self.scaling)
 
     def _attend_densely(self, query, key, value, mask):
         """Dense queries `[S, H, W, D]` through the attention implementation that the user chose."""
@@ -283,14 +312,17 @@ class RecSAQwen3DecoderLayer(GradientCheckpointingLayer):
         cache: RecSACache | None = None,
         output_attentions: bool = False,
         step: "DecodingStep | None" = None,
+        sampled: SampledQueries | None = None,
         **kwargs,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`[B, T, hidden]` to the same shape, and A or `None`; see `RecSAQwen3Attention.forward`."""
+    ) -> tuple[torch.Tensor | None, ...]:
+        """`[B, T, hidden]` to the same shape, and the rest as `RecSAQwen3Attention.forward`."""
         if step is not None and step.runs_layers:
             return step.run_layer(self, hidden_states), None
-        attended, weights = self.self_attn(self.input_layernorm(hidden_states), rows, cache, output_attentions, step)
+        attended, *rest = self.self_attn(
+            self.input_layernorm(hidden_states), rows, cache, output_attentions, step, sampled
+        )
         hidden_states = hidden_states + attended
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states)), weights
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states)), *rest
 
 
 class RecSAQwen3PreTrainedModel(PreTrainedModel):
@@ -354,8 +386,10 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
         output_hidden_states: bool | None = None,
         prefill_chunk_size: int | None = None,
         hidden_to_keep: int = 0,
+        distill: bool = False,
+        answer_mask: torch.Tensor | None = None,
         **kwargs,
-    ) -> BaseModelOutputWithPast:
+    ) -> RecSAModelOutputWithPast:
         """Runs the decoder.
 
         Args:
@@ -370,6 +404,8 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
             prefill_chunk_size: tokens per chunk, `config.recsa_prefill_chunk` where `None`; with a cache and without
                 gradients.
             hidden_to_keep: returns only the last n hidden states; 0 = all.
+            distill: in training, and where `recsa_distill_weight` is not 0, also returns the distillation loss.
+            answer_mask: `[B, T]`, the tokens that the strategy "answers" distils the poolers by; read with `distill`.
 
         Raises:
             ValueError, TypeError: inputs that cannot be honoured; the message names the argument and the fix.
@@ -391,8 +427,12 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
             raise ValueError(
                 "cache: a filled cache cannot be read under gradient checkpointing; switch one of them off."
             )
-        if recomputes and (cache is not None or use_cache):
-            logger.warning_once("use_cache: a cache cannot be filled under gradient checkpointing; it is left out.")
+        distill = distill and self.config.recsa_distill_weight > 0 and self.training and torch.is_grad_enabled()
+        if distill and cache is not None and cache.get_seq_length():
+            raise ValueError("cache: poolers are distilled on whole sequences; pass no filled cache in training.")
+        if (recomputes or distill) and (cache is not None or use_cache):
+            what = "under gradient checkpointing" if recomputes else "while poolers are distilled"
+            logger.warning_once(f"use_cache: a cache cannot be filled {what}; it is left out.")
             cache, use_cache = None, False
         if use_cache is None:
             use_cache = self.config.use_cache and not (self.training and torch.is_grad_enabled())
@@ -415,6 +455,7 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
             cache = RecSACache(self.config)
             self._check_cache(cache)
 
+        sampled = self._sample_queries(rows, answer_mask, (batch, width), inputs_embeds) if distill else None
         trace: RecSATrace | None = self.layers[0].self_attn.trace  # type: ignore[assignment]
         chunk = prefill_chunk_size or self.config.recsa_prefill_chunk
         in_chunks = (
@@ -424,6 +465,7 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
         if cache is not None and width > 1:
             self._make_room(cache, rows, chunk)
         kept: list[torch.Tensor] = []
+        distill_loss = None
         self.backends = set()
         columns = cache.get_seq_length() if cache is not None else 0
         try:
@@ -437,8 +479,8 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
                 if stepped is not None:
                     states = stepped
                 else:
-                    states, all_states, all_weights = self._run(
-                        states, part_rows, cache, output_attentions, output_hidden_states
+                    states, all_states, all_weights, distill_loss = self._run(
+                        states, part_rows, cache, output_attentions, output_hidden_states, sampled=sampled
                     )
                 kept.append(states)
                 if hidden_to_keep:
@@ -448,12 +490,27 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
             if cache is not None:
                 cache.roll_back(columns)  # to whole chunks, which stay usable
             raise
-        return BaseModelOutputWithPast(
+        return RecSAModelOutputWithPast(
             last_hidden_state=torch.cat(kept, 1) if len(kept) > 1 else kept[0],
             hidden_states=all_states,
             attentions=all_weights,
+            distill_loss=distill_loss,
             **{CACHE_FIELD: cache if use_cache else None},
         )
+
+    def _sample_queries(self, rows: Rows, answer_mask, shape: tuple[int, int], inputs_embeds) -> SampledQueries:
+        """At which queries this forward distils the poolers, and whether it trains them alone."""
+        if answer_mask is not None and tuple(answer_mask.shape) != shape:
+            raise ValueError(f"answer_mask: shape {tuple(answer_mask.shape)}, expected {shape} as input_ids.")
+        config = self.config
+        shares = draw_queries(
+            rows, config.recsa_distill_queries, config.recsa_distill_samples, self.branching, answer_mask
+        )
+        # under "module" wrappers (adapters, FSDP) the poolers' parameters are still theirs
+        poolers = {id(p) for module in self.modules() if isinstance(module, RecSAPooler) for p in module.parameters()}
+        learning = inputs_embeds is not None and inputs_embeds.requires_grad
+        learning |= any(p.requires_grad and id(p) not in poolers for p in self.parameters())
+        return SampledQueries(shares, frozen=not learning)
 
     def _takes_step(self, states, rows, cache, outputs, trace) -> bool:
         """Whether a new token a row may go through a `DecodingStep`; not where something asks to see inside."""
@@ -514,25 +571,48 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
         self.backends = {"triton"}
         return states
 
-    def _run(self, states, rows, cache, output_attentions, output_hidden_states, step=None):
+    def _run(self, states, rows, cache, output_attentions, output_hidden_states, step=None, sampled=None):
         """All layers and the last norm over one chunk."""
-        all_states, all_weights = [], []
+        all_states, all_weights, losses = [], [], []
         layers: list[Any] = list(self.layers[: self.config.num_hidden_layers])
-        for layer in layers:
-            all_states.append(states)
-            states, weights = layer(
-                states, rows=rows, cache=cache, output_attentions=bool(output_attentions), step=step
-            )
-            all_weights.append(weights)
-            self.backends.update(layer.self_attn.last_backend.split("+"))
-            if not output_hidden_states:
-                all_states.clear()
+        options = {"output_attentions": bool(output_attentions), "step": step}
+        frozen = sampled is not None and sampled.frozen
+        if sampled is not None:
+            options["sampled"] = sampled
+        if frozen:
+            states = states.detach()  # reentrant checkpointing has a hook that makes embeddings ask for gradients
+        with self._computed_once(frozen):
+            for layer in layers:
+                all_states.append(states)
+                states, weights, *loss = layer(states, rows=rows, cache=cache, **options)
+                all_weights.append(weights)
+                losses.extend(loss)
+                self.backends.update(layer.self_attn.last_backend.split("+"))
+                if not output_hidden_states:
+                    all_states.clear()
         states = self.norm(states)
         return (
             states,
             (*all_states, states) if output_hidden_states else None,
             tuple(all_weights) if output_attentions else None,
+            torch.stack([loss.to(states.device) for loss in losses]).mean() if losses else None,
         )
+
+    @contextmanager
+    def _computed_once(self, frozen: bool) -> Iterator[None]:
+        """Without gradient checkpointing where a layer keeps less for its poolers than its input is large.
+
+        The reentrant kind would also lose their gradients, since a frozen layer's input asks for none.
+        """
+        layers = [m for m in self.modules() if isinstance(m, RecSAQwen3DecoderLayer)] if frozen else []
+        before = [layer.gradient_checkpointing for layer in layers]
+        for layer in layers:
+            layer.gradient_checkpointing = False
+        try:
+            yield
+        finally:
+            for layer, recomputes in zip(layers, before, strict=True):
+                layer.gradient_checkpointing = recomputes
 
     def _make_room(self, cache: RecSACache, rows: Rows, chunk: int) -> None:
         """Has the cache allocate once for what is known to come, and refuses what the devices cannot hold."""
@@ -619,12 +699,19 @@ class RecSAQwen3ForCausalLM(RecSAQwen3PreTrainedModel, GenerationMixin):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         prefill_chunk_size: int | None = None,
+        answer_mask: torch.Tensor | None = None,
         **kwargs,
-    ) -> CausalLMOutputWithPast:
+    ) -> RecSACausalLMOutputWithPast:
         """Logits, and the loss where `labels` are given.
+
+        In training (`model.train()`, gradients enabled) with `config.recsa_distill_weight` > 0 the loss is that of the
+        labels, where given, plus the weight times `distill_loss`, and poolers learn from the latter alone. With
+        `num_items_in_batch`, a part of a batch counts by its labels there, too.
 
         Args:
             labels: `[B, T]`, -100 where ignored; shifted inside.
+            answer_mask: `[B, T]` bool, the tokens that are answers to be retrieved from the text before, for the
+                strategy "answers" of `config.recsa_distill_queries`; read in training alone.
             logits_to_keep: the last n positions, 0 = all; or an index tensor.
             **kwargs: `num_items_in_batch` for the loss, `cu_seq_lens_q` of packed documents.
 
@@ -645,6 +732,8 @@ class RecSAQwen3ForCausalLM(RecSAQwen3PreTrainedModel, GenerationMixin):
             hidden_to_keep=last,
             cu_seq_lens_q=kwargs.pop("cu_seq_lens_q", None),
             seq_idx=kwargs.pop("seq_idx", None),
+            distill=True,
+            answer_mask=answer_mask,
             return_dict=True,
         )
         states = outputs.last_hidden_state
@@ -656,11 +745,19 @@ class RecSAQwen3ForCausalLM(RecSAQwen3PreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(
+        distill_loss = outputs.distill_loss
+        if distill_loss is not None:
+            added = self.config.recsa_distill_weight * distill_loss
+            total = kwargs.get("num_items_in_batch")
+            if labels is not None and total is not None:  # losses of the parts are summed, not averaged
+                added = added * (labels[..., 1:] != -100).sum().to(added.device) / total
+            loss = added if loss is None else loss + added.to(loss.device)
+        return RecSACausalLMOutputWithPast(
             loss=loss,
             logits=logits,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+            distill_loss=distill_loss,
             **{CACHE_FIELD: getattr(outputs, CACHE_FIELD)},
         )
 
@@ -904,5 +1001,6 @@ __all__ = [
     "RecSAQwen3ForTokenClassification",
     "RecSAQwen3Model",
     "RecSAQwen3PreTrainedModel",
+    "needle_recall",
     "recsa_trace",
 ]

@@ -78,6 +78,12 @@ class Rows:
         """Whether each row is one sequence and each column a token."""
         return self._index is None
 
+    def members(self) -> list[list[int]]:
+        """The sequences of each row, B lists."""
+        if self._slot is None:
+            return [[sequence] for sequence in range(len(self.counts))]
+        return [(row[row >= 0] // self.width).unique().tolist() for row in self._slot]
+
     def gather(self, states: torch.Tensor) -> torch.Tensor:
         """Columns `[B, H, T, D]` to sequences `[S, H, W, D]`; slots past a sequence's end are some finite column."""
         if self._index is None:

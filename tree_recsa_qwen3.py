@@ -5,6 +5,7 @@ i*r ... i*r + r - 1 of level l and exists only once all of them do. Which node c
 this file and nowhere else. It never touches queries, positions of queries, caches or RoPE.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -61,6 +62,14 @@ class TreeGeometry:
         while nodes > self.top_capacity:
             level, nodes = level + 1, -(-nodes // self.branching)
         return level
+
+    def depths(self, positions: torch.Tensor) -> torch.Tensor:
+        """`depth` of each of the `positions`, on the host; 0 where one is negative."""
+        depths, level = torch.zeros_like(positions), 1
+        while self.top_k is not None and bool((above := positions >= self.first_position(level)).any()):
+            depths += above
+            level += 1
+        return depths
 
     def first_position(self, depth: int) -> int:
         """The first logical position whose walk starts at `depth` or above it (depth >= 1)."""
@@ -154,13 +163,14 @@ class RecSAPooler(nn.Module):
         self.slot_bias.zero_()
         self.proj.copy_(torch.eye(self.proj.shape[-1], dtype=self.proj.dtype, device=self.proj.device))
 
-    def forward(self, children: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, children: torch.Tensor, detach: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Pools sibling groups; accumulates in float32 (float64 for float64).
 
         All use of the parameters is in here: offloading and sharding bring them in for the length of one forward.
 
         Args:
             children: what the recursion carries, `[S, H_kv, n, r, D]`.
+            detach: the parameters get no gradient; `children` does.
 
         Returns:
             What the recursion carries on and the keys that queries meet, each `[S, H_kv, n, D]`, in the input's dtype.
@@ -169,6 +179,8 @@ class RecSAPooler(nn.Module):
             ValueError: a tensor-parallel plan that splits the KV heads and leaves out the pooler.
         """
         query, slot_bias, proj = self.parameters_of_heads(children.shape[1])
+        if detach:
+            query, slot_bias, proj = query.detach(), slot_bias.detach(), proj.detach()
         dtype = accumulation_dtype(children.dtype)
         wide = children.to(dtype)
         scores = (wide * query.to(dtype)[:, None, None]).sum(-1) + slot_bias.to(dtype)
@@ -191,7 +203,11 @@ class RecSAPooler(nn.Module):
         return query[first : first + heads], slot_bias, proj[first : first + heads]
 
 
-def build_nodes(pooler: RecSAPooler, pooled: torch.Tensor, values: torch.Tensor, branching: int) -> Nodes:
+# A `RecSAPooler`, or one call of it with an option.
+Pooler = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+def build_nodes(pooler: Pooler, pooled: torch.Tensor, values: torch.Tensor, branching: int) -> Nodes:
     """Builds the parents of whole sibling groups.
 
     Args:
@@ -209,7 +225,7 @@ def build_nodes(pooler: RecSAPooler, pooled: torch.Tensor, values: torch.Tensor,
     return Nodes(parents, keys, means)
 
 
-def build_levels(keys: torch.Tensor, values: torch.Tensor, pooler: RecSAPooler, branching: int, depth: int) -> Levels:
+def build_levels(keys: torch.Tensor, values: torch.Tensor, pooler: Pooler, branching: int, depth: int) -> Levels:
     """Builds levels 0 ... depth over whole rows, differentiable in keys, values and pooler.
 
     Args:

@@ -42,7 +42,7 @@ from transformers.dynamic_module_utils import get_relative_import_files
 
 import recsa_qwen3
 from recsa_qwen3 import RecSAQwen3Config, TreeGeometry
-from recsa_qwen3.configuration_recsa_qwen3 import SUPPORTED_TOKENS
+from recsa_qwen3.configuration_recsa_qwen3 import SUPPORTED_TOKENS, TRAINED_TOKENS
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -284,6 +284,8 @@ def make_config(fields: dict[str, Any], recsa: dict[str, Any]) -> RecSAQwen3Conf
     fields = {key: value for key, value in fields.items() if key not in ("model_type", "transformers_version")}
     try:
         config = RecSAQwen3Config.from_dict({**fields, **recsa})
+        if config.recsa_trained_length is None:  # what the source supports is raised below
+            config.recsa_trained_length = min(TRAINED_TOKENS, config.max_position_embeddings)
         raise_limit(config)
     except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
         raise ConversionError(f"the configuration is refused: {error}") from error
@@ -789,12 +791,14 @@ def print_report(report: dict[str, Any]) -> None:
     print(f"recsa        {', '.join(f'{k}={v}' for k, v in report['recsa'].items())}")
 
 
-def field_value(text: str) -> int | bool | str | None:
-    """Reads an option of a `recsa_*` field: `none`, `true`, `false`, an integer or a word; the config judges it."""
+def field_value(text: str) -> int | float | bool | str | None:
+    """Reads an option of a `recsa_*` field: `none`, `true`, `false`, a number or a word; the config judges it."""
     words: dict[str, bool | None] = {"none": None, "true": True, "false": False}
     if text.lower() in words:
         return words[text.lower()]
-    return int(text) if re.fullmatch(r"[+-]?\d+", text) else text
+    if re.fullmatch(r"[+-]?\d+", text):
+        return int(text)
+    return float(text) if re.fullmatch(r"[+-]?\d*\.\d+", text) else text
 
 
 def size_value(text: str) -> int:

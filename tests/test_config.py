@@ -41,6 +41,10 @@ OTHER = dict(
     recsa_cuda_graph=False,
     recsa_cache_dtype="fp8_e4m3",
     recsa_gpu_budget=24.0,
+    recsa_distill_weight=0.3,
+    recsa_distill_queries="uniform+peak",
+    recsa_distill_samples=32,
+    recsa_trained_length=2048,
 )
 IMPOSSIBLE = [
     *[("recsa_branching", value) for value in (0, -4, 1, 3, 12, 4.0, True, None, "4")],
@@ -53,6 +57,10 @@ IMPOSSIBLE = [
     *[("recsa_cuda_graph", value) for value in (1, None)],
     *[("recsa_cache_dtype", value) for value in ("fp8", None, torch.float8_e4m3fn)],
     *[("recsa_gpu_budget", value) for value in (-1, "24", True)],
+    *[("recsa_distill_weight", value) for value in (-0.1, float("inf"), float("nan"), "1", True, None)],
+    *[("recsa_distill_queries", value) for value in ("", "all", "uniform+", "uniform+uniform", ("uniform",), None)],
+    *[("recsa_distill_samples", value) for value in (0, 1, 2.0, True, None)],  # two strategies by default
+    *[("recsa_trained_length", value) for value in (0, 2048.0, True, "2048")],
     ("num_key_value_heads", 3),
 ]
 

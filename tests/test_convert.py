@@ -27,7 +27,7 @@ from convert_qwen3 import ConversionError, convert, main
 from fresh import ROOT, SOURCES, run_fresh, tiny_tokenizer
 from hub_server import HubServer
 from recsa_qwen3 import RecSAQwen3Config, RecSAQwen3ForCausalLM
-from recsa_qwen3.configuration_recsa_qwen3 import SUPPORTED_TOKENS
+from recsa_qwen3.configuration_recsa_qwen3 import SUPPORTED_TOKENS, TRAINED_TOKENS
 
 STOCK = {name: value for name, value in TINY.items() if not name.startswith("recsa_")}
 RECSA = {name: value for name, value in TINY.items() if name.startswith("recsa_")}
@@ -316,6 +316,7 @@ def test_rope_in_every_spelling(source, output, spelling):
         rotary = modeling_qwen3.Qwen3RotaryEmbedding(config)
         assert torch.equal(rotary.inv_freq, theirs.inv_freq)
         assert rotary.attention_scaling == theirs.attention_scaling
+    assert ours.recsa_trained_length == min(stock.max_position_embeddings, TRAINED_TOKENS)
     ids = random_ids(2, DENSE)
     with torch.no_grad():
         logits = RecSAQwen3ForCausalLM.from_pretrained(output).eval()(ids).logits
@@ -404,8 +405,9 @@ def test_config_is_the_sources_with_the_recsa_fields(source, output):
     convert(source, output, recsa={"recsa_top_k": None, "recsa_top_capacity": 40})
     old, new = (json.loads((folder / "config.json").read_text()) for folder in (source, output))
     defaults = RecSAQwen3Config()
+    set_here = {"recsa_top_k": None, "recsa_top_capacity": 40, "recsa_trained_length": 1234}
     for name in convert_qwen3.RECSA_DEFAULTS:
-        old[name] = {"recsa_top_k": None, "recsa_top_capacity": 40}.get(name, getattr(defaults, name))
+        old[name] = set_here.get(name, getattr(defaults, name))
     for name in ("_name_or_path", "auto_map"):
         old.pop(name, None)
     auto_map = new.pop("auto_map")
@@ -420,8 +422,11 @@ def test_every_recsa_field_is_an_option(source, output, capsys):
     assert fields == set(convert_qwen3.RECSA_DEFAULTS)
     options = ["--branching=8", "--top-k=None", "--recent=0", "--top-capacity=none", "--count-bias=true"]
     options += ["--backend=reference", "--prefill-chunk=77", "--dtype=bfloat16", "--max-shard-size=0.1MB"]
+    options += ["--distill-weight=0.25", "--distill-queries=peak+uniform", "--trained-length=99"]
     assert main(["--source", str(source), "--output", str(output), *options]) == 0
     config = RecSAQwen3Config.from_pretrained(output)
+    distilled = (config.recsa_distill_weight, config.recsa_distill_queries, config.recsa_trained_length)
+    assert distilled == (0.25, "peak+uniform", 99)
     values = [getattr(config, f"recsa_{name}") for name in ("branching", "top_k", "recent", "top_capacity")]
     assert values == [8, None, 0, None]
     assert (config.recsa_count_bias, config.recsa_backend, config.recsa_prefill_chunk) == (True, "reference", 77)

@@ -6,7 +6,7 @@ import torch
 import oracle
 from operands import Case, make_case
 from recsa_qwen3 import distillation_recsa_qwen3
-from recsa_qwen3.distillation_recsa_qwen3 import distillation_loss
+from recsa_qwen3.distillation_recsa_qwen3 import distillation_loss, queries_at
 
 # (0 tokens before) r = 4, k = 3, s = 1, M = 12: dense up to 12 tokens, depth 1 up to 48, 2 up to 192, 3 beyond
 TOKENS = 210
@@ -19,9 +19,10 @@ def case_of(tokens: int = TOKENS, **options) -> Case:
 
 
 def loss_of(case: Case, positions: torch.Tensor, teacher=None, **options):
-    return distillation_loss(
-        case.query, case.keys, case.pooler, case.geometry, positions, case.rope, teacher or case.rope, **options
-    )
+    known = positions[: len(case.query)].clamp(max=case.query.shape[2] - 1)
+    queries = queries_at(case.query[: len(known)], known)
+    rope = teacher or case.rope
+    return distillation_loss(queries, case.keys, case.pooler, case.geometry, positions, case.rope, rope, **options)
 
 
 def written_out(case: Case, positions: torch.Tensor, teacher_rope) -> dict[int, float]:
@@ -130,13 +131,13 @@ def test_memory_stays_within_a_block(monkeypatch):
     """Neither N x N nor N per sampled query: the teacher's attention is held for as many queries as a block says."""
     case = case_of(400, heads=2, kv_heads=1, head_dim=8)
     widths = []
-    masses = distillation_recsa_qwen3._Teacher.masses
+    masses = distillation_recsa_qwen3.Teacher.masses
 
     def watched(teacher, query, *arguments):
         widths.append(query.shape[2])
         return masses(teacher, query, *arguments)
 
-    monkeypatch.setattr(distillation_recsa_qwen3._Teacher, "masses", watched)
+    monkeypatch.setattr(distillation_recsa_qwen3.Teacher, "masses", watched)
     with torch.no_grad():
         loss_of(case, torch.arange(200, 400).repeat(2, 1), block_elements=2 * 400 * 7)
     assert max(widths) == 7 and sum(widths) == 400
@@ -149,12 +150,16 @@ def test_memory_stays_within_a_block(monkeypatch):
         ([[-2], [5]], "positions"),
         ([[7, 3], [-1, 5]], "two nodes"),
         ([[-1], [-1]], "two nodes"),
-        ([[50]], "shape"),
     ],
 )
 def test_positions_that_teach_nothing_are_refused(positions, message):
     with pytest.raises(ValueError, match=message):
         loss_of(case_of(), torch.tensor(positions))
+    case = case_of()
+    with pytest.raises(ValueError, match="shape"):
+        distillation_loss(
+            case.query[:, :, :3], case.keys, case.pooler, case.geometry, torch.tensor([[9]]), case.rope, case.rope
+        )
     dense = case_of(k=None)
     with pytest.raises(ValueError, match="recsa_top_k"):
         loss_of(dense, torch.tensor([[50], [60]]))

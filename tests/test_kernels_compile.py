@@ -41,4 +41,4 @@ def test_nothing_is_compiled_anew_as_prompts_grow():
     shape = "16,32,1024,4,2,64"
     lengths = [random.randrange(1025, 16**2 * 1024) for _ in range(30)]
     variants = compile_kernels(90, "bfloat16", shape, *lengths)
-    assert max(variants.values()) <= 4 and sum(variants.values()) <= 30, variants
+    assert max(variants.values()) <= 4 and sum(variants.values()) <= 1.5 * len(variants), variants
