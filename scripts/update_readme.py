@@ -192,6 +192,45 @@ def _dense_of_million(report: dict[str, Any]) -> dict[str, float]:
     return report["dense"]["by_backend"]["cudnn"]["scaled_seconds"] if report["dense"] else {}
 
 
+def bench_training() -> str:
+    """Attention, whole steps and steps of distillation in training, against the fastest dense backend of each."""
+    parts = {
+        "attention": ("one layer's attention, forward and backward", "ms", "dense", "peak_gib"),
+        "step": ("a training step, checkpointed", "seconds", "dense", "peak_in_all_gib"),
+        "distillation": ("a step of distillation; dense: a forward", "seconds", "dense_forward", "peak_in_all_gib"),
+    }
+    rows = []
+    reports = [load(path.stem) for path in sorted((ROOT / "benchmarks").glob("bench_training*.json"))]
+    for report in reports:
+        for name, (what, unit, dense, peak) in parts.items():
+            if name not in report:
+                continue
+            best = min(report[name][dense], key=lambda key: report[name][dense][key][unit])
+            other = report[name][dense][best]
+            for run in report[name]["recsa"]:
+                rows.append([
+                    f"{report['sizes']['length']:,}",
+                    what,
+                    f"{run['r']}, {run['k']}, {run['M']}",
+                    _duration(run[unit], unit),
+                    f"{_duration(other[unit], unit)} ({best})",
+                    f"{other[unit] / run[unit]:.2f} ×",
+                    f"{run[peak]:.1f} GiB / {other[peak]:.1f} GiB",
+                ])  # fmt: skip
+    first, commands = reports[0], ", ".join(f"`{report['command']}`" for report in reports)
+    source = (
+        f"{first['device']}, {first['dtype'].removeprefix('torch.')}, Qwen3-4B's shape with random weights, one "
+        f"sequence; torch {first['torch']}, triton {first['triton']}, transformers {first['transformers']}; "
+        f"{commands}.\n"
+    )
+    header = ["tokens", "what", "r, k, M", "time", "dense", "dense / RecSA", "memory: RecSA / dense"]
+    return table(header, rows) + "\n" + source
+
+
+def _duration(value: float, unit: str) -> str:
+    return f"{value:.1f} ms" if unit == "ms" else f"{value:.2f} s"
+
+
 def float8_cache() -> str:
     """Exact answers with tokens in the model's dtype and in float8."""
     report = load("float8_cache")
@@ -246,6 +285,7 @@ TABLES: dict[str, Callable[[], str]] = {
         bench_inference_m2048,
         bench_kernels,
         bench_million,
+        bench_training,
         float8_cache,
     )
 }

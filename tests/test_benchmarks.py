@@ -1,4 +1,4 @@
-"""The benchmarks of inference at toy sizes on a CPU: its flow, what it computes, and the dense attentions it times."""
+"""The benchmarks at toy sizes on a CPU: their flow, what they compute, and the dense attentions they time."""
 
 import json
 from functools import partial
@@ -10,6 +10,8 @@ import torch
 import bench_float8
 import bench_inference as bench
 import bench_million
+import bench_training
+import update_readme
 
 CPU = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32)
 
@@ -146,6 +148,20 @@ def test_a_run_that_fails_leaves_its_reason(tmp_path, monkeypatch):
     monkeypatch.setattr(bench_million, "one_run", broken)
     assert bench_million.main(["--tiny", "--dense-layers", "0", "--output", str(tmp_path / "out.json")]) == 1
     assert "MemoryError: too long" in json.loads((tmp_path / "out.json").read_text())["runs"][0]["refused"]
+
+
+def test_the_benchmark_of_training(tmp_path, monkeypatch):
+    """Toy sizes, whole flow, and the README's table of what it wrote."""
+    (tmp_path / "benchmarks").mkdir()
+    output = tmp_path / "benchmarks" / "bench_training.json"
+    assert bench_training.main(["--tiny", "--output", str(output)]) == 0
+    report = json.loads(output.read_text())
+    for name in bench_training.SECTIONS:
+        (run,) = report[name]["recsa"]
+        assert (run["r"], run["k"], run["M"]) == (4, 3, 16)
+    assert report["step"]["recsa"][0]["backend"] == "dense+triton" and str(tmp_path) not in json.dumps(report)
+    monkeypatch.setattr(update_readme, "ROOT", tmp_path)
+    assert update_readme.bench_training().count("4, 3, 16") == 3
 
 
 def test_the_benchmark_of_float8(tmp_path):
