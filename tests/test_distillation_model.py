@@ -581,3 +581,21 @@ def test_needle_recall_refuses_by_name():
     with pytest.raises(ValueError, match="RecSA"):
         needle_recall(torch.nn.Linear(2, 2), ids, torch.tensor([[20]]))
     assert torch.isnan(torch.tensor(needle_recall(model, ids, torch.tensor([[-1]]))[0].reach))
+
+
+# ---- kernels --------------------------------------------------------------------------------------------------------
+
+
+def test_a_frozen_backbone_may_run_on_kernels():
+    """In training, too, since no layer is computed again; the poolers' loss and gradients stay the same."""
+    pytest.importorskip("recsa_qwen3.kernels_walk_recsa_qwen3")
+    ids = random_ids(1, DENSE + 12).to("cuda" if torch.cuda.is_available() else "cpu")
+    found = []
+    for backend in ("reference", "triton"):
+        model = distilled_model(frozen=True, recsa_backend=backend, num_hidden_layers=1).float().to(ids.device)
+        found.append(gradients(model, ids))
+        assert model.last_backend == f"dense+{backend}"
+    torch.testing.assert_close(found[1][1].distill_loss, found[0][1].distill_loss)
+    for name, gradient in found[0][0].items():
+        if is_pooler(name):
+            torch.testing.assert_close(found[1][0][name], gradient)
