@@ -129,6 +129,8 @@ def find_files(source: str) -> list[Path]:
         if path.suffix in OTHER_SUFFIXES:
             raise ValueError(f"--data {source}: {path.suffix} files are not read; save it as JSONL or plain text")
         return [path]
+    if Path(source.partition(":")[0]).expanduser().is_dir():
+        return []
     if path.suffix in TEXT_SUFFIXES + JSONL_SUFFIXES + OTHER_SUFFIXES or source.startswith((".", "/", "~")):
         raise ValueError(f"--data {source}: no such file; check the path")
     return []

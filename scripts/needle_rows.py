@@ -167,7 +167,7 @@ class NeedleWriter:
         return Needles([block[0] for block in placed], ids, masks, size)
 
     def insert(self, text: torch.Tensor, needles: Needles) -> tuple[torch.Tensor, torch.Tensor]:
-        """Puts ``needles`` between the tokens of ``text``, at sentence ends or between words where there are any.
+        """Puts ``needles`` between the tokens of ``text``, at ends of sentences or between words where there are any.
 
         Args:
             text: ``[N]`` int64.
@@ -273,19 +273,23 @@ class NeedleWriter:
         return list(islice(words, most))
 
     def _border(self, ids: list[int], place: int) -> int:
-        """The last sentence end shortly before ``place``, else the last place between words, else ``place``."""
-        between = place
-        found = False
+        """The last end of a sentence or line shortly before ``place``, else the last place between words, else
+        ``place``. What follows begins with a blank or a newline wherever the script has them, as a block itself does.
+        """
+        between = None
         for at in range(min(place, len(ids) - 1), max(place - BORDER_WINDOW, 0), -1):
             left = self._text(ids[at - 1])
             if left.endswith(UNSPACED_ENDS):
                 return at
             ends = left.endswith(SENTENCE_ENDS)
-            if (ends or not found) and self._text(ids[at - 1], ids[at])[len(left) :][:1].isspace():
-                if ends:
-                    return at
-                between, found = at, True
-        return between
+            if not ends and between is not None:
+                continue
+            follows = self._text(ids[at - 1], ids[at])[len(left) :][:1]
+            if follows in ("\n", "\r") or (ends and follows.isspace()):
+                return at
+            if follows.isspace():
+                between = at
+        return place if between is None else between
 
     def _decode(self, *ids: int) -> str:
         return self.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)

@@ -193,8 +193,10 @@ class TrainingRows:
 
     def _needle_text(self, rng: random.Random) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(rng.getrandbits(63))
-        ids, following, weights = needle_text.train_batch(1, self.options.length - 1, "cpu", generator)
-        answers = torch.cat([torch.zeros(1, dtype=torch.bool), weights[0] == 1])
+        answers = torch.zeros(0, dtype=torch.bool)
+        while not answers.any():  # a short text may come without a question
+            ids, following, weights = needle_text.train_batch(1, self.options.length - 1, "cpu", generator)
+            answers = torch.cat([torch.zeros(1, dtype=torch.bool), weights[0] == 1])
         return self._example([torch.cat([ids[0, :1], following[0]])], answers)
 
     def _example(self, pieces: list[torch.Tensor], answers: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
