@@ -94,18 +94,34 @@ def tokenize_text(tokenizer: PreTrainedTokenizerBase, pieces: Iterable[str], par
     Returns:
         `[1, N]` int64: `tokenizer(text).input_ids` with its special tokens, without a warning about their number.
     """
-    frame = special_frame(tokenizer)
-    if frame is None:
-        return torch.tensor(encode(tokenizer, "".join(pieces), special=True).input_ids, dtype=torch.long)[None]
-    before, after = frame
-    ids = [torch.tensor(before, dtype=torch.long)]
+    ids: list[torch.Tensor] = []
     # shown after a second: short texts need no bar
     with logging.tqdm(desc="tokenizing", unit="char", unit_scale=True, delay=1) as bar:
-        for text in split_text(tokenizer, pieces, part):
-            ids.append(torch.tensor(encode(tokenizer, text).input_ids, dtype=torch.long))
-            bar.update(len(text))
-    ids.append(torch.tensor(after, dtype=torch.long))
+
+        def counted() -> Iterator[str]:
+            for piece in regroup(pieces, part):
+                yield piece
+                bar.update(len(piece))
+
+        ids.extend(torch.tensor(some, dtype=torch.long) for some in token_parts(tokenizer, counted(), part))
     return torch.cat(ids)[None]
+
+
+def token_parts(
+    tokenizer: PreTrainedTokenizerBase, pieces: Iterable[str], part: int = PART, special: bool = True
+) -> Iterator[list[int]]:
+    """Yields the ids of :func:`tokenize_text` as they are made, without its special tokens unless `special`."""
+    frame: tuple[list[int], list[int]] | None = ([], [])
+    if special:
+        frame = special_frame(tokenizer)
+    if frame is None:
+        yield encode(tokenizer, "".join(pieces), special=True).input_ids
+        return
+    before, after = frame
+    yield before
+    for text in split_text(tokenizer, pieces, part):
+        yield encode(tokenizer, text).input_ids
+    yield after
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = False) -> BatchEncoding:
@@ -135,7 +151,8 @@ def split_text(tokenizer: PreTrainedTokenizerBase, pieces: Iterable[str], part: 
     text = ""
     for more in regroup(pieces, part):
         text += more
-        cut = find_cut(tokenizer, text)
+        # the last part needs no cut
+        cut = find_cut(tokenizer, text) if len(more) == part else None
         if cut is not None:
             yield "".join((*settled, text[:cut]))
             settled, text = [], text[cut:]
