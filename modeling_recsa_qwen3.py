@@ -29,12 +29,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 from transformers.utils import can_return_tuple, logging
 
-from .attention_recsa_qwen3 import check_backend, prefers_kernels, recsa_attention, rotary_tables
+from .attention_recsa_qwen3 import check_backend, prefers_kernels, recsa_attention, rotary_tables, rotate
 from .cache_files_recsa_qwen3 import note_model
 from .cache_layer_recsa_qwen3 import RecSALayer  # noqa: F401
 from .cache_recsa_qwen3 import RecSACache
 from .configuration_recsa_qwen3 import RecSAQwen3Config
-from .distillation_recsa_qwen3 import layer_loss, zero_of
+from .distillation_recsa_qwen3 import layer_loss, teacher_tables, zero_of
 from .float8_recsa_qwen3 import pack  # noqa: F401
 from .memory_recsa_qwen3 import free_bytes  # noqa: F401
 from .progress_recsa_qwen3 import reading
@@ -194,7 +194,8 @@ class RecSAQwen3Attention(nn.Module):
             cache: appended to, where given.
             output_attentions: also returns the matrix A `[B, H, T, columns seen + T]`.
             step: appends and attends in place of all else, without reading a length on the host.
-            sampled: at which queries the pooler is distilled, which then learns from nothing else.
+            sampled: at which queries the pooler is distilled, which then learns from nothing else. Where nothing but
+                poolers learns, attention is the teacher's: dense, so that deeper layers see what they were trained on.
 
         Returns:
             `[B, T, hidden]`, A or `None`, and with `sampled` the distillation loss, a scalar.
@@ -214,6 +215,13 @@ class RecSAQwen3Attention(nn.Module):
             attended = step.attend(self.layer_idx, query, key, value, self.pooler, self.scaling)
             self.last_backend = "triton"
             return self.o_proj(attended.transpose(1, 2).reshape(batch, width, -1)), None
+        if sampled is not None and sampled.frozen:
+            tables = teacher_tables(self.config, query.device, rows.counts)
+            cos, sin = (table[..., None, : rows.width, :] for table in tables)
+            attended = self._attend_densely(rotate(query, cos, sin), rotate(key, cos, sin), value, None)
+            self.last_backend = "dense"
+            output = self.o_proj(rows.scatter(attended).transpose(1, 2).reshape(batch, width, -1))
+            return output, None, layer_loss(query, key, self.pooler, self.config, rows.counts, sampled, self.scaling)
         longest = max(rows.lengths)
         depth = geometry.depth(max(longest - 1, 0))
         if cache is not None:
@@ -240,8 +248,7 @@ class RecSAQwen3Attention(nn.Module):
             return_selection=self.trace is not None,
             return_weights=output_attentions,
             backend=self.config.recsa_backend,
-            # checkpointing computes nothing again where the backbone is frozen
-            training=self.training and not (sampled is not None and sampled.frozen),
+            training=self.training,
         )
         self.last_backend = result.backend
         if self.trace is not None:
