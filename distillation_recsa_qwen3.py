@@ -20,8 +20,8 @@ from .configuration_recsa_qwen3 import TRAINED_TOKENS, RecSAQwen3Config
 from .sampling_recsa_qwen3 import SampledQueries
 from .tree_recsa_qwen3 import RecSAPooler, TreeGeometry, accumulation_dtype, build_levels
 
-# Elements of the dense attention of a block of sampled queries (256 MiB in float32).
-_BLOCK_ELEMENTS = 1 << 26
+# Elements of the dense attention of a block of sampled queries (512 MiB in float32).
+_BLOCK_ELEMENTS = 1 << 27
 
 
 class Distillation(NamedTuple):

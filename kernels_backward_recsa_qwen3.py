@@ -30,8 +30,9 @@ from .kernels_common_recsa_qwen3 import (
 from .kernels_prefill_recsa_qwen3 import NODE_BYTES, PrefillBlock
 from .tree_recsa_qwen3 import Levels
 
-# Rows (queries x heads of a group) of a tile, fewer of long vectors; the pairs whose sum a program leaves.
-ROWS, LONG_ROWS = 64, 16
+# Rows (queries x heads of a group) of a tile, fewer of long vectors, more where a parent has WIDE children; the pairs
+# whose sum a program leaves.
+ROWS, LONG_ROWS, WIDE_ROWS, WIDE = 64, 16, 128, 64
 PAIRS_OF_PROGRAM = 512
 
 
@@ -501,6 +502,13 @@ class GradientBlock(PrefillBlock):
     def _rows(self) -> int:
         return ROWS if self.row_bytes <= 256 else LONG_ROWS
 
+    def _children_tile(self) -> dict[str, int]:
+        """Pairs of a tile, warps and stages; benchmarks/kernels_notes.md has the times."""
+        short, r = self.row_bytes <= 256, self.geometry.branching
+        if short and r >= WIDE:
+            return dict(BP=self._queries(WIDE_ROWS), num_warps=8, num_stages=1)
+        return dict(BP=self._queries(self._rows()), num_warps=4, num_stages=2 if short and r <= 16 else 1)
+
     def _top_gradients(self, level: int, chosen, about, into: "Gradients") -> torch.Tensor:
         span = self.geometry.branching**level
         query, keys, nodes = self._rotated_queries(span, top=True), self._rotated_keys(level), self.last // span
@@ -543,8 +551,7 @@ class GradientBlock(PrefillBlock):
             unit=1 / LOG2E,
             stride_ks=keys.stride(0), stride_kh=keys.stride(1), stride_kn=keys.stride(2),
             stride_vs=values.stride(0), stride_vh=values.stride(1), stride_vn=values.stride(2),
-            **children, RP=max(r, 16), TOKENS=level == 0, BP=self._queries(self._rows()), ITEM=PAIRS_OF_PROGRAM,
-            num_stages=1,
+            **children, RP=max(r, 16), TOKENS=level == 0, ITEM=PAIRS_OF_PROGRAM, **self._children_tile(),
         )  # fmt: skip
         sum_children_kernel[(sort["parents"], self.programs)](
             key_parts, value_parts, into.keys[level], into.values[level], self.rows, sort["COUNTS"],
@@ -554,7 +561,7 @@ class GradientBlock(PrefillBlock):
         vector = self.group_block * self.halves["HP"]
         sum_pairs_kernel[(self.width, self.programs)](
             query_parts, gradient, *self.rope, self.starts, self.begin, self.width, span, self.scale / LOG2E,
-            **children, BK=min(max(2048 // vector, 1), 8), num_warps=max(vector // 2048, 1),
+            **children, BK=min(max(512 // vector, 1), 8), num_warps=max(vector // 2048, 1),
         )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ copy only the entry file's direct imports. Nothing here decides what a query rea
 """
 
 import dataclasses
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -298,7 +299,8 @@ class RecSAQwen3RMSNorm(Qwen3RMSNorm):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if runs_kernels(self, self.config, hidden_states) and hidden_states.dtype == self.weight.dtype:
             return rms_norm(hidden_states, self.weight, self.variance_epsilon)
-        return super().forward(hidden_states)
+        # under autocast a float32 weight would leave queries and keys in float32 beside values in bfloat16
+        return super().forward(hidden_states).to(hidden_states.dtype)
 
 
 class RecSAQwen3DecoderLayer(GradientCheckpointingLayer):
@@ -860,6 +862,10 @@ class RecSAQwen3ForCausalLM(RecSAQwen3PreTrainedModel, GenerationMixin):
         return super().prepare_inputs_for_generation(
             input_ids, next_sequence_length=next_sequence_length, inputs_embeds=inputs_embeds, **kwargs
         )
+
+
+# generate() asks a remote-code model for it at every token, and finding it behind the decorators takes long.
+RecSAQwen3ForCausalLM.forward.__signature__ = inspect.signature(RecSAQwen3ForCausalLM.forward)
 
 
 class RecSAQwen3ForSequenceClassification(RecSAQwen3PreTrainedModel):

@@ -276,8 +276,13 @@ def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
-def add_data_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `DataOptions`, but for the length, to a script's parser."""
+def add_data_arguments(parser: argparse.ArgumentParser, needles: float = 0.0) -> None:
+    """Adds the flags of `DataOptions`, but for the length, to a script's parser.
+
+    Args:
+        needles: share where --needles is left out and there is a text to put them into.
+    """
+    parser.set_defaults(default_needles=needles)
     group = parser.add_argument_group("training data")
     group.add_argument(
         "--data",
@@ -293,9 +298,9 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--needles",
         type=float,
-        default=0.0,
         metavar="SHARE",
-        help="share of the rows into which facts, and questions about them, are put (default: 0)",
+        help="share of the rows into which facts, and questions about them, are put; each of them one document of the "
+        f"whole length (default: {needles:g})",
     )
     group.add_argument("--needle-kinds", nargs="+", default=list(KINDS), help=f"of {', '.join(KINDS)} (default: all)")
     group.add_argument(
@@ -322,11 +327,14 @@ def data_options(args: argparse.Namespace, length: int) -> DataOptions:
             long_rows.append((int(tokens), float(share)))
         except ValueError as error:
             raise ValueError(f"--long-rows {text}: expected LENGTH:SHARE such as 524288:0.5") from error
+    needles = args.needles
+    if needles is None:
+        needles = args.default_needles if any(source != NEEDLE_TEXT for source in args.data) else 0.0
     options = DataOptions(
         sources=tuple(args.data),
         length=length,
         packed=not args.no_packing,
-        needles=args.needles,
+        needles=needles,
         seed=args.data_seed,
         text_column=args.text_column,
         labels=args.labels,

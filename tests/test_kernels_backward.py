@@ -84,12 +84,12 @@ def test_strides(how):
 
 def test_expanded_views():
     case = make_case((20,), (15,), dtype=torch.float32)
-    case.query = case.query[:, :1].expand(-1, 4, -1, -1)
-    result, upstream, _ = gradients(case, torch.ones(()).expand_as(case.query), backend="triton")
+    case.query = case.query[:, :1].to(DEVICE).expand(-1, 4, -1, -1)
+    result, _, _ = gradients(case, backend="triton")
     query, levels, leaves = leaves_of(case)
     output = case.run(query=query, levels=levels, backend="triton", selection=result.selection).output
     expected = torch.autograd.grad(output, leaves, torch.ones_like(output))
-    query = case.query.detach().to(DEVICE).requires_grad_()
+    query = case.query.detach().requires_grad_()
     output = case.run(query=query, levels=levels, backend="triton", selection=result.selection).output
     actual = torch.autograd.grad(output, [query, *leaves[1:]], torch.ones((), device=DEVICE).expand_as(output))
     for one, other in zip(actual, expected, strict=True):
@@ -145,6 +145,7 @@ def test_only_what_is_asked_for():
 def test_what_lives_until_backward():
     """The operands, the output, its log-sum-exp and the chosen nodes: nothing of the size of what was gathered."""
     case = make_case((0,), (80,), dtype=torch.float32)
+    case.rope = tuple(table.to(DEVICE) for table in case.rope)
     query, levels, leaves = leaves_of(case)
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):

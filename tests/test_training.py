@@ -21,6 +21,8 @@ from recsa_qwen3 import (
     RecSAQwen3ForQuestionAnswering,
     RecSAQwen3ForSequenceClassification,
     RecSAQwen3ForTokenClassification,
+    modeling_recsa_qwen3,
+    recsa_attention,
     recsa_trace,
 )
 from test_attention import make_case, selections_of
@@ -246,6 +248,22 @@ def test_one_step_in_each_precision(dtype, autocast):
         assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
         optimizer.step()
         assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def test_autocast_gives_queries_keys_and_values_one_dtype(monkeypatch):
+    """On float32 parameters: kernels take operands of one dtype, and half the memory counts at 32K tokens."""
+    seen = []
+
+    def spy(query, levels, *args, **kwargs):
+        seen.append({query.dtype, *(tensor.dtype for tensor in (*levels.keys, *levels.values))})
+        return recsa_attention(query, levels, *args, **kwargs)
+
+    monkeypatch.setattr(modeling_recsa_qwen3, "recsa_attention", spy)
+    model = tiny_model().train()
+    ids = random_ids(1, LENGTHS[2])
+    with torch.autocast("cpu", torch.bfloat16):
+        model(ids, labels=ids).loss.backward()
+    assert seen == [{torch.bfloat16}] * model.config.num_hidden_layers
 
 
 def test_autocast_does_not_round_the_selection():

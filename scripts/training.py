@@ -1,0 +1,316 @@
+"""What `distill.py` and `finetune.py` share: options, the processes, the data of a step, the loop.
+
+An optimizer step takes the mean over `--rows` rows, on however many processes, so that a recipe is the same on one and
+on many. What is trained is kept in float32 with its optimizer's state, whatever the forward computes in: a step of a
+small rate would be lost in bfloat16. Which parameters that are, the commands decide; files are `training_files.py`'s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import math
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, set_seed
+from transformers import AutoConfig, PreTrainedTokenizerBase
+
+from training_data import TrainingBatches, add_data_arguments, data_options
+
+try:
+    from recsa_qwen3 import RecSAQwen3Config
+except ImportError as error:
+    raise SystemExit(f"recsa_qwen3 cannot be imported ({error}); run: pip install -e . in the repository") from error
+
+from training_files import Checkpoints, Log
+
+LENGTH = 32_768  # [paper]
+# What may differ between a run and the one that goes on with it.
+FREE_OPTIONS = {"resume", "output", "save_every", "keep", "log", "log_every", "tensorboard", "cpu"}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Options, and what is refused before a model is loaded
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Names a default where there is one and the text does not; leaves the description as it is."""
+
+    def _get_help_string(self, action):
+        named = action.default in (None, False, []) or "default" in (action.help or "")
+        return action.help if named else super()._get_help_string(action)
+
+
+def add_training_arguments(
+    parser: argparse.ArgumentParser, tokens: int, rows: int, lr: float, warmup: int, needles: float
+) -> None:
+    """The options of both commands; the arguments are the command's own defaults."""
+    parser.add_argument("--model", required=True, help="folder or Hub id of a RecSA-Qwen3 checkpoint")
+    parser.add_argument("--output", type=Path, required=True, help="folder to make")
+    add_data_arguments(parser, needles)
+    group = parser.add_argument_group("how long [length and tokens in all: paper; the rest: our decision]")
+    group.add_argument("--length", type=int, default=LENGTH, help="tokens of a row")
+    group.add_argument("--tokens", type=int, default=tokens, help="tokens to train on")
+    group.add_argument("--steps", type=int, help="optimizer steps, instead of --tokens")
+    group.add_argument("--rows", type=int, default=rows, help="rows of an optimizer step, over all processes")
+    group.add_argument("--batch-size", type=int, default=1, help="rows of one forward of one process")
+    group = parser.add_argument_group("optimizer [our decision]")
+    group.add_argument("--lr", type=float, default=lr, help="learning rate")
+    group.add_argument("--warmup", type=int, default=warmup, help="steps in which the rate rises to --lr")
+    group.add_argument("--decay", type=float, default=0.5, help="share of the steps, the last ones, in which it falls")
+    group.add_argument("--clip", type=float, help="largest norm of the gradient")
+    group.add_argument("--precision", choices=("bf16", "fp32"), help="bf16 on a GPU and fp32 elsewhere if left out")
+    group.add_argument("--seed", type=int, default=0, help="of the queries, dropout and adapters")
+    group = parser.add_argument_group("checkpoints and logs")
+    group.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --output, if any")
+    group.add_argument("--save-every", type=int, default=100, metavar="STEPS", help="steps between checkpoints")
+    group.add_argument("--keep", type=int, default=1, help="checkpoints to keep")
+    group.add_argument("--log", type=Path, help="JSON lines; OUTPUT/log.jsonl if left out")
+    group.add_argument("--log-every", type=int, default=10, metavar="STEPS", help="steps between lines")
+    group.add_argument("--tensorboard", type=Path, metavar="DIR", help="also log there; needs the package tensorboard")
+    group.add_argument("--cpu", action="store_true", help="do not use a GPU")
+
+
+def check_arguments(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Refuses impossible values by the option's name, and fills in `--precision` and `--log`."""
+    for name in ("length", "tokens", "steps", "rows", "batch_size", "save_every", "keep", "log_every"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} {value}: must be at least 1")
+    for name in ("lr", "clip"):
+        value = getattr(options, name)
+        if value is not None and not (0 < value < math.inf):
+            parser.error(f"--{name} {value}: must be above 0")
+    if options.warmup < 0 or options.seed < 0:
+        parser.error("--warmup and --seed must be at least 0")
+    if not 0 <= options.decay <= 1:
+        parser.error(f"--decay {options.decay}: must be from 0 to 1")
+    if options.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        parser.error("--tensorboard: the package is not installed; pip install tensorboard, or leave the option out")
+    if options.precision is None:
+        options.precision = "bf16" if torch.cuda.is_available() and not options.cpu else "fp32"
+    options.log = options.log or options.output / "log.jsonl"
+    if options.output.is_file():
+        parser.error(f"--output {options.output}: is a file")
+    if (options.output / "config.json").exists():
+        parser.error(f"--output {options.output}: holds a model already; choose another folder")
+    if not options.resume and options.output.exists() and any(options.output.iterdir()):
+        parser.error(f"--output {options.output}: is not empty; add --resume to go on, or choose another folder")
+
+
+def read_config(source: str) -> RecSAQwen3Config:
+    """The configuration of `--model`; exits with the option's name where it is not a RecSA-Qwen3 that can learn."""
+    try:
+        config = AutoConfig.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"--model {source}: {error}") from error
+    if config.model_type == "qwen3":
+        raise SystemExit(
+            f"--model {source}: is a stock Qwen3 checkpoint, which has no poolers; convert it first:\n"
+            f"    python scripts/convert_qwen3.py --source {source} --output {Path(source).name}-recsa"
+        )
+    if config.model_type != "recsa_qwen3":
+        raise SystemExit(f"--model {source}: is a {config.model_type!r} checkpoint; RecSA-Qwen3 is needed")
+    return config
+
+
+def start(options: argparse.Namespace) -> Accelerator:
+    """The processes as `accelerate launch` (or torchrun, or plain Python) started them; one process else."""
+    # under FSDP a layer is gathered at a time; accelerate's own default is the whole model
+    os.environ.setdefault("FSDP_AUTO_WRAP_POLICY", "TRANSFORMER_BASED_WRAP")
+    accelerator = Accelerator(cpu=options.cpu)
+    kinds = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.FSDP)
+    if accelerator.distributed_type not in kinds:
+        raise SystemExit(f"{accelerator.distributed_type}: not supported; launch with DDP or FSDP 2")
+    if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
+        raise SystemExit("FSDP 1: not supported; launch with --fsdp_version 2")
+    if options.rows % (options.batch_size * accelerator.num_processes):
+        raise SystemExit(
+            f"--rows {options.rows}: must be a multiple of --batch-size {options.batch_size} times "
+            f"{accelerator.num_processes} processes"
+        )
+    return accelerator
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a step reads
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class StepData:
+    """The forwards of each optimizer step for one process.
+
+    Args:
+        long_rows: whether the steps that --long-rows asks for are read as well; each has about the tokens of the
+            others, one row a process at least, and one row a forward at most.
+
+    Raises:
+        SystemExit: the data cannot be read or do not suffice; the message names the option.
+    """
+
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        tokenizer: PreTrainedTokenizerBase,
+        accelerator: Accelerator,
+        long_rows: bool = True,
+    ):
+        rank, self.world = accelerator.process_index, accelerator.num_processes
+        self.batch_size, self.tokens = options.batch_size, 0
+        rows = options.rows // self.world
+        try:
+            chosen = data_options(options, options.length)
+            if not long_rows:
+                chosen = replace(chosen, long_rows=())
+            self.batches = TrainingBatches(chosen, tokenizer, rows, rank, self.world)
+        except (ValueError, OSError, ImportError) as error:
+            raise SystemExit(str(error)) from error
+        self.length = chosen.length
+        long = sum(share * max(rows * chosen.length // n, 1) * n for n, share in chosen.long_rows)
+        ordinary = (1 - sum(share for _, share in chosen.long_rows)) * rows * chosen.length
+        self.tokens_a_step = self.world * (ordinary + long)
+
+    def steps_for(self, tokens: int) -> int:
+        """Steps that read about `tokens` tokens over all processes, rounded up."""
+        return math.ceil(tokens / self.tokens_a_step)
+
+    def next_step(self) -> list[dict[str, torch.Tensor]]:
+        """What this process's forwards of the next step read, each `[rows, length]` by forward's argument names."""
+        batch = next(self.batches)
+        rows, length = batch["input_ids"].shape
+        self.tokens += self.world * rows * length
+        parts = {name: tensor.split(self.batch_size if length == self.length else 1) for name, tensor in batch.items()}
+        return [dict(zip(parts, values, strict=True)) for values in zip(*parts.values(), strict=True)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"tokens": self.tokens, "batches": self.batches.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.tokens = state["tokens"]
+        self.batches.load_state_dict(state["batches"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The run
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Run:
+    """One stage of training: from its last checkpoint, if any, to its last step.
+
+    Args:
+        name: of the stage; its checkpoints lie in OUTPUT/checkpoints/NAME.
+        model: a RecSAQwen3ForCausalLM, or PEFT's around one; what needs gradients is trained.
+        optimizer: over exactly those parameters.
+        data: what steps read.
+        with_labels: whether the language-model loss is wanted; without it no logits of whole rows are made.
+        autocast: whether forwards compute in bfloat16 with parameters in float32.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        options: argparse.Namespace,
+        accelerator: Accelerator,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        data: StepData,
+        with_labels: bool,
+        autocast: bool = False,
+    ):
+        self.name, self.options, self.accelerator, self.data = name, options, accelerator, data
+        self.with_labels, self.autocast = with_labels, autocast
+        self.steps = options.steps or data.steps_for(options.tokens)
+        settings = {key: value for key, value in vars(options).items() if key not in FREE_OPTIONS}
+        self.checkpoints = Checkpoints(options.output / "checkpoints" / name, accelerator, settings, options.keep)
+        # set anew in every step, so that the schedule has no state
+        self.rates = [group["lr"] for group in optimizer.param_groups]
+        self.model, prepared = accelerator.prepare(model.train(), optimizer)
+        self.optimizer = prepared.optimizer
+
+    def train(self) -> torch.nn.Module:
+        """Runs the steps that are left; returns the model as accelerate prepared it.
+
+        Raises:
+            FloatingPointError: the loss is no longer finite.
+        """
+        options, state = self.options, (self.model, self.optimizer, self.data)
+        set_seed(options.seed, device_specific=True)
+        done = self.checkpoints.load(*state) if options.resume else 0
+        log = Log(options, self.name, done, self.accelerator.is_main_process)
+        log.say(f"{self.name}: {self.steps} steps, {done} of them done; {self.accelerator.num_processes} process(es)")
+        began = time.perf_counter()
+        for step in range(done + 1, self.steps + 1):
+            figures = self.step(step)
+            if not math.isfinite(figures["loss"]):
+                raise FloatingPointError(f"the loss is {figures['loss']} at step {step}: lower --lr")
+            if step % options.log_every == 0 or step in (done + 1, self.steps):
+                log.write({"step": step, "tokens": self.data.tokens, **figures, **self.cost(began)})
+            if step % options.save_every == 0 and step < self.steps:
+                self.checkpoints.save(step, *state)
+        log.close()
+        return self.model
+
+    def step(self, step: int) -> dict[str, float]:
+        """One optimizer step; the figures are means over all rows and processes."""
+        batches = [self.to_device(batch) for batch in self.data.next_step()]
+        forward: dict[str, Any] = {"logits_to_keep": 1}
+        if self.with_labels:
+            # a label weighs the same in whichever row it lies: forwards divide by the mean number of labels
+            labels = torch.stack([batch["labels"][:, 1:].ne(-100).sum() for batch in batches])
+            mean = self.accelerator.reduce(labels.float().mean(), "mean")
+            forward = {"num_items_in_batch": mean.clamp(min=1)}
+        sums = torch.zeros(2, device=self.accelerator.device)
+        for number, batch in enumerate(batches, 1):
+            with self.waiting(number < len(batches)):
+                with torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=self.autocast):
+                    output = self.model(**batch, **forward)
+                (output.loss / len(batches)).backward()
+            distill = output.loss.new_zeros(()) if output.distill_loss is None else output.distill_loss
+            sums += torch.stack((output.loss.detach().float(), distill.detach().float())) / len(batches)
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        norm = torch.nn.utils.clip_grad_norm_(trained, self.options.clip or math.inf)
+        factor = schedule(step, self.steps, self.options.warmup, self.options.decay)
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = rate * factor
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        loss, distill_loss = self.accelerator.reduce(sums, "mean").tolist()
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        figures = {"loss": loss, "distill_loss": distill_loss, "grad_norm": float(norm)}
+        return {**figures, "lr": self.optimizer.param_groups[0]["lr"]}
+
+    def to_device(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {
+            name: tensor.to(self.accelerator.device)
+            for name, tensor in batch.items()
+            if self.with_labels or name != "labels"
+        }
+
+    def waiting(self, more: bool) -> contextlib.AbstractContextManager:
+        """DDP adds gradients up over processes once a step; under FSDP whole gradients would take too much memory."""
+        if more and self.accelerator.distributed_type != DistributedType.FSDP:
+            return self.accelerator.no_sync(self.model)
+        return contextlib.nullcontext()
+
+    def cost(self, began: float) -> dict[str, float]:
+        """Seconds of this process since `began`, and the most GPU memory that it took, in GiB."""
+        cost = {"seconds": round(time.perf_counter() - began, 2)}
+        if self.accelerator.device.type == "cuda":
+            cost["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+        return cost
+
+
+def schedule(step: int, steps: int, warmup: int, decay: float) -> float:
+    """The factor on the learning rate in step number `step`, from 1 on: linear up, flat, linear down to almost 0."""
+    rise = min(step / warmup, 1.0) if warmup else 1.0
+    fall = min((steps - step + 1) / (decay * steps), 1.0) if decay else 1.0
+    return rise * fall
