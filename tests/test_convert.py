@@ -630,7 +630,7 @@ def test_refusals_are_clear_and_leave_nothing(source, output, capsys, case):
     ("options", "message"),
     [
         (["--branching=12"], "recsa_branching=12: must be a power of two"),
-        (["--branching=8.0"], "recsa_branching='8.0'"),
+        (["--branching=8.0"], "recsa_branching=8.0"),
         (["--top-capacity=8"], "recsa_top_capacity=8: must be at least"),
         (["--recent=3"], "recsa_recent=3"),
         (["--backend=cuda"], "recsa_backend='cuda'"),
