@@ -27,7 +27,7 @@ from .kernels_common_recsa_qwen3 import (
     tl,
     triton,
 )
-from .kernels_prefill_recsa_qwen3 import NODE_BYTES, PrefillBlock
+from .kernels_prefill_recsa_qwen3 import NODE_BYTES, PrefillBlock, children_of, pairs_of_item, slot_angles
 from .tree_recsa_qwen3 import Levels
 
 # Rows (queries x heads of a group) of a tile, fewer of long vectors, more where a parent has WIDE children; the pairs
@@ -289,20 +289,10 @@ def children_gradient_kernel(
         row = head // KV_HEADS
         sequence = tl.load(ROWS + row).to(tl.int64)
         start = tl.load(STARTS + row) + begin
-        count = tl.load(COUNTS + head * parents + parent)
-        sorted_pairs = SORTED + head * width * K + tl.load(ENDS + head * parents + parent) - count
-        # the place of this item among those of its parent, from the end
-        later = tl.load(ITEM_ENDS + head * parents + parent) - 1 - item
-        first_pair = (tl.cdiv(count, ITEM) - 1 - later) * ITEM
-        last_pair = tl.minimum(first_pair + ITEM, count)
-
-        o_o = tl.arange(0, RP)
-        node = parent * R + o_o
-        # what the block's last query may read; beyond it storage may hold anything
-        limit = (start + width - 1) // span
-        if TOKENS:
-            limit += 1
-        stored = (o_o < R) & (node < tl.minimum(limit, children))
+        sorted_pairs, first_pair, last_pair = pairs_of_item(
+            SORTED + head * width * K, ENDS, COUNTS, ITEM_ENDS, head * parents + parent, item, ITEM
+        )
+        o_o, node, stored = children_of(parent, (start + width - 1) // span, children, R, RP, TOKENS)
         key = sequence * stride_ks + head % KV_HEADS * stride_kh + node.to(tl.int64) * stride_kn
         key_first, key_second = load_halves(KEY, key, stored, HALF, HP)
         cos, sin = load_angles(COS, SIN, o_o, stored, STRIDE, HALF, HP)
@@ -332,10 +322,7 @@ def children_gradient_kernel(
             query = pair // K
             at = query * G + o_g
             query_first, query_second = load_halves(QUERY, at * (2 * HALF), m_row, HALF, HP)
-            # loaded once a pair, for all its heads
-            slot_cos, slot_sin = load_angles(SLOT_COS, SLOT_SIN, K - 1 - block % K, block >= 0, HALF, HALF, HP)
-            slot_cos = tl.reshape(tl.broadcast_to(slot_cos[:, None, :], (BP, GP, HP)), (BP * GP, HP))
-            slot_sin = tl.reshape(tl.broadcast_to(slot_sin[:, None, :], (BP, GP, HP)), (BP * GP, HP))
+            slot_cos, slot_sin = slot_angles(SLOT_COS, SLOT_SIN, K - 1 - block % K, GP, BP, HALF, HP)
             query_first, query_second = rotate_halves(query_first, query_second, slot_cos, slot_sin)
             lse = tl.load(LSE + at)
             logits = halves_product(query_first, query_second, key_first, key_second) + (bias - lse)[:, None]

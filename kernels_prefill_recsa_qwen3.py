@@ -356,6 +356,41 @@ def mark_chosen_kernel(
 # ---- gathered levels ------------------------------------------------------------------------------------------------
 
 
+@triton.jit
+def pairs_of_item(sorted_pairs, ENDS, COUNTS, ITEM_ENDS, parent, item, ITEM: tl.constexpr):
+    """Where a parent's pairs lie among its head's, and which of them this item takes: (pointer, first, end)."""
+    count = tl.load(COUNTS + parent)
+    sorted_pairs += tl.load(ENDS + parent) - count
+    # the place of this item among those of its parent, from the end
+    later = tl.load(ITEM_ENDS + parent) - 1 - item
+    first_pair = (tl.cdiv(count, ITEM) - 1 - later) * ITEM
+    return sorted_pairs, first_pair, tl.minimum(first_pair + ITEM, count)
+
+
+@triton.jit
+def children_of(parent, limit, children, R: tl.constexpr, RP: tl.constexpr, TOKENS: tl.constexpr):
+    """Places 0 ... RP - 1, the children there, and which of them the block's last query, of path `limit`, may read.
+
+    Beyond them storage may hold anything.
+    """
+    o_o = tl.arange(0, RP)
+    node = parent * R + o_o
+    if TOKENS:
+        limit += 1
+    return o_o, node, (o_o < R) & (node < tl.minimum(limit, children))
+
+
+@triton.jit
+def slot_angles(
+    SLOT_COS, SLOT_SIN, slots, GP: tl.constexpr, BP: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr
+):  # fmt: skip
+    """Cosine and sine `[BP * GP, HP]` of slots `[BP]`, loaded once a pair for all its heads."""
+    cos, sin = load_angles(SLOT_COS, SLOT_SIN, slots, slots >= 0, HALF, HALF, HP)
+    cos = tl.reshape(tl.broadcast_to(cos[:, None, :], (BP, GP, HP)), (BP * GP, HP))
+    sin = tl.reshape(tl.broadcast_to(sin[:, None, :], (BP, GP, HP)), (BP * GP, HP))
+    return cos, sin
+
+
 @triton.jit(do_not_specialize=["begin", "width", "parents", "items", "children", "span"])
 def children_kernel(
     QUERY,
@@ -422,20 +457,10 @@ def children_kernel(
         row = head // KV_HEADS
         sequence = tl.load(ROWS + row).to(tl.int64)
         start = tl.load(STARTS + row) + begin
-        count = tl.load(COUNTS + head * parents + parent)
-        sorted_pairs = SORTED + head * width * K + tl.load(ENDS + head * parents + parent) - count
-        # the place of this item among those of its parent, from the end
-        later = tl.load(ITEM_ENDS + head * parents + parent) - 1 - item
-        first_pair = (tl.cdiv(count, ITEM) - 1 - later) * ITEM
-        last_pair = tl.minimum(first_pair + ITEM, count)
-
-        o_o = tl.arange(0, RP)
-        node = parent * R + o_o
-        # what the block's last query may read; beyond it storage may hold anything
-        limit = (start + width - 1) // span
-        if TOKENS:
-            limit += 1
-        stored = (o_o < R) & (node < tl.minimum(limit, children))
+        sorted_pairs, first_pair, last_pair = pairs_of_item(
+            SORTED + head * width * K, ENDS, COUNTS, ITEM_ENDS, head * parents + parent, item, ITEM
+        )
+        o_o, node, stored = children_of(parent, (start + width - 1) // span, children, R, RP, TOKENS)
         dtype: tl.constexpr = QUERY.dtype.element_ty
         exponents = sequence * stride_es + head % KV_HEADS * stride_eh + node
         if SCORE:
@@ -464,10 +489,7 @@ def children_kernel(
             target = pair * G + o_g
             if SCORE:
                 query_first, query_second = load_halves(QUERY, (query * G + o_g) * (2 * HALF), m_row, HALF, HP)
-                # loaded once a pair, for all its heads
-                slot_cos, slot_sin = load_angles(SLOT_COS, SLOT_SIN, K - 1 - block % K, block >= 0, HALF, HALF, HP)
-                slot_cos = tl.reshape(tl.broadcast_to(slot_cos[:, None, :], (BP, GP, HP)), (BP * GP, HP))
-                slot_sin = tl.reshape(tl.broadcast_to(slot_sin[:, None, :], (BP, GP, HP)), (BP * GP, HP))
+                slot_cos, slot_sin = slot_angles(SLOT_COS, SLOT_SIN, K - 1 - block % K, GP, BP, HALF, HP)
                 query_first, query_second = rotate_halves(query_first, query_second, slot_cos, slot_sin)
                 logits = halves_product(query_first, query_second, key_first, key_second)
             else:
