@@ -6,6 +6,7 @@ keys; nothing that the model computes is touched. [our decision]
 
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -94,6 +95,9 @@ def needle_recall(
             raise ValueError(f"{name}: shape {list(places.shape)}, must be [{len(input_ids)}, {positions.shape[1]}].")
         if bool((places < -1).any() | (places >= tokens).any()):
             raise ValueError(f"{name}: must be -1 or in 0 ... {tokens - 1}.")
+    # through the outermost module that can do without logits: under FSDP it is the one that gathers parameters
+    has_head = any(type(m).__name__ == "RecSAQwen3ForCausalLM" for m in model.modules())
+    forward = partial(model, logits_to_keep=1) if has_head else base
     layers = [layer.self_attn for layer in base.layers[: base.config.num_hidden_layers]]
     found: list[Recall] = []
     queries: list[torch.Tensor] = []
@@ -110,7 +114,7 @@ def needle_recall(
         for layer in layers
     ]
     try:
-        base(input_ids, use_cache=False)
+        forward(input_ids=input_ids, use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import itertools
 import math
 import os
 import time
@@ -25,7 +26,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from training_data import TrainingBatches, add_data_arguments, data_options
 
 try:
-    from recsa_qwen3 import RecSAQwen3Config
+    from recsa_qwen3 import Recall, RecSAQwen3Config, TreeGeometry, needle_recall
 except ImportError as error:
     raise SystemExit(f"recsa_qwen3 cannot be imported ({error}); run: pip install -e . in the repository") from error
 
@@ -33,7 +34,8 @@ from training_files import Checkpoints, Log
 
 LENGTH = 32_768  # [paper]
 # What may differ between a run and the one that goes on with it.
-FREE_OPTIONS = {"resume", "output", "save_every", "keep", "log", "log_every", "tensorboard", "cpu"}
+FREE_OPTIONS = {"resume", "output", "save_every", "keep", "log", "log_every", "recall_every", "tensorboard", "cpu"}
+RECALL_QUERIES = 64  # of a row, at most
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -75,6 +77,13 @@ def add_training_arguments(
     group.add_argument("--keep", type=int, default=1, help="checkpoints to keep")
     group.add_argument("--log", type=Path, help="JSON lines; OUTPUT/log.jsonl if left out")
     group.add_argument("--log-every", type=int, default=10, metavar="STEPS", help="steps between lines")
+    group.add_argument(
+        "--recall-every",
+        type=int,
+        default=50,
+        metavar="STEPS",
+        help="steps between figures of needle recall; 0 = none",
+    )
     group.add_argument("--tensorboard", type=Path, metavar="DIR", help="also log there; needs the package tensorboard")
     group.add_argument("--cpu", action="store_true", help="do not use a GPU")
 
@@ -89,8 +98,8 @@ def check_arguments(parser: argparse.ArgumentParser, options: argparse.Namespace
         value = getattr(options, name)
         if value is not None and not (0 < value < math.inf):
             parser.error(f"--{name} {value}: must be above 0")
-    if options.warmup < 0 or options.seed < 0:
-        parser.error("--warmup and --seed must be at least 0")
+    if min(options.warmup, options.seed, options.recall_every) < 0:
+        parser.error("--warmup, --seed and --recall-every must be at least 0")
     if not 0 <= options.decay <= 1:
         parser.error(f"--decay {options.decay}: must be from 0 to 1")
     if options.tensorboard and importlib.util.find_spec("tensorboard") is None:
@@ -165,6 +174,7 @@ class StepData:
     ):
         rank, self.world = accelerator.process_index, accelerator.num_processes
         self.batch_size, self.tokens = options.batch_size, 0
+        self.last: dict[str, torch.Tensor] = {}  # what the last step read
         rows = options.rows // self.world
         try:
             chosen = data_options(options, options.length)
@@ -187,6 +197,7 @@ class StepData:
         batch = next(self.batches)
         rows, length = batch["input_ids"].shape
         self.tokens += self.world * rows * length
+        self.last = batch
         parts = {name: tensor.split(self.batch_size if length == self.length else 1) for name, tensor in batch.items()}
         return [dict(zip(parts, values, strict=True)) for values in zip(*parts.values(), strict=True)]
 
@@ -230,6 +241,7 @@ class Run:
         self.with_labels, self.autocast = with_labels, autocast
         self.steps = options.steps or data.steps_for(options.tokens)
         settings = {key: value for key, value in vars(options).items() if key not in FREE_OPTIONS}
+        self.geometry = TreeGeometry.from_config(model.config)
         self.checkpoints = Checkpoints(options.output / "checkpoints" / name, accelerator, settings, options.keep)
         # set anew in every step, so that the schedule has no state
         self.rates = [group["lr"] for group in optimizer.param_groups]
@@ -252,7 +264,10 @@ class Run:
             figures = self.step(step)
             if not math.isfinite(figures["loss"]):
                 raise FloatingPointError(f"the loss is {figures['loss']} at step {step}: lower --lr")
-            if step % options.log_every == 0 or step in (done + 1, self.steps):
+            measured = options.recall_every and (step % options.recall_every == 0 or step == self.steps)
+            if measured:
+                figures |= self.recall()
+            if measured or step % options.log_every == 0 or step in (done + 1, self.steps):
                 log.write({"step": step, "tokens": self.data.tokens, **figures, **self.cost(began)})
             if step % options.save_every == 0 and step < self.steps:
                 self.checkpoints.save(step, *state)
@@ -288,6 +303,22 @@ class Run:
         figures = {"loss": loss, "distill_loss": distill_loss, "grad_norm": float(norm)}
         return {**figures, "lr": self.optimizer.param_groups[0]["lr"]}
 
+    def recall(self) -> dict[str, float]:
+        """`needle_recall` of the model as it is now in a row of the last step, over all layers and processes: `reach`,
+        and `chosen_L` for each level L that walks choose at. Empty where no query walks or none looks at one token."""
+        levels = self.geometry.depth(self.data.last["input_ids"].shape[1] - 1)
+        if not levels:
+            return {}
+        ids, positions = recall_queries(self.data.last, self.geometry.top_capacity)
+        device = self.accelerator.device
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.autocast):
+            found = sum(needle_recall(self.model.eval(), ids.to(device), positions), Recall())
+        self.model.train()
+        counts = [[found.pairs, found.reached], *([found.asked[n], found.chosen[n]] for n in range(1, levels + 1))]
+        sums = self.accelerator.reduce(torch.tensor(counts, device=device), "sum").tolist()
+        names = ["reach", *(f"chosen_{level}" for level in range(1, levels + 1))]
+        return {name: right / asked for name, (asked, right) in zip(names, sums, strict=True) if asked}
+
     def to_device(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {
             name: tensor.to(self.accelerator.device)
@@ -307,6 +338,27 @@ class Run:
         if self.accelerator.device.type == "cuda":
             cost["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
         return cost
+
+
+def recall_queries(batch: dict[str, torch.Tensor], least: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The longest document of the row with the most answers, `[1, n]`, and queries in it from position `least` on.
+
+    Queries are those that predict an answer, or any where none does: at most `RECALL_QUERIES`, evenly spread,
+    `[1, m]`; a single -1 where there is none.
+    """
+    row = int(batch["answer_mask"].sum(1).argmax())
+    one = {name: tensor[row] for name, tensor in batch.items()}
+    end = int(one["attention_mask"].sum()) if "attention_mask" in one else len(one["input_ids"])
+    borders = [*one["position_ids"][:end].eq(0).nonzero()[:, 0].tolist(), end]
+    begin, end = max(itertools.pairwise(borders), key=lambda pair: pair[1] - pair[0])
+    answers = one["answer_mask"][begin + 1 : end].nonzero()[:, 0]
+    walking = answers[answers >= least]
+    if not len(walking):
+        walking = torch.arange(least, end - begin)
+    if not len(walking):
+        walking = torch.tensor([-1])
+    spread = torch.linspace(0, len(walking) - 1, min(RECALL_QUERIES, len(walking))).long()
+    return one["input_ids"][None, begin:end], walking[None, spread]
 
 
 def schedule(step: int, steps: int, warmup: int, decay: float) -> float:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,10 @@ import torch
 import distill
 import finetune
 import training
-from conftest import ROOT, tiny_model
+from conftest import ROOT, random_ids, tiny_model
 from convert_qwen3 import convert
 from fresh import SOURCES, run_fresh, tiny_tokenizer
-from recsa_qwen3 import RecSAQwen3ForCausalLM
+from recsa_qwen3 import Recall, RecSAQwen3ForCausalLM, needle_recall
 
 torch.set_num_threads(1)
 
@@ -133,6 +134,51 @@ def test_steps_follow_from_tokens(source, tmp_path):
     assert data.steps_for(180) == 1 and data.steps_for(181) == 2
     # the defaults of the three parts are the paper's 0.62B tokens
     assert distill.TOKENS + finetune.TOKENS + finetune.CLOSING_TOKENS == 620_000_000
+
+
+def test_needle_recall_is_logged(source, tmp_path, monkeypatch):
+    """Every so many steps and at the end: the share over all layers in a row of that step, of the model after it."""
+    original, expected = training.Run.recall, []
+
+    def recall(run):
+        ids, positions = training.recall_queries(run.data.last, run.geometry.top_capacity)
+        found = sum(needle_recall(run.model.eval(), ids, positions), Recall())
+        expected.append({"reach": found.reach, **{f"chosen_{n}": share for n, share in found.by_level.items()}})
+        figures = original(run)
+        assert run.model.training
+        return figures
+
+    monkeypatch.setattr(training.Run, "recall", recall)
+    # a model that looks at single tokens
+    monkeypatch.setattr(training, "needle_recall", partial(needle_recall, threshold=0.05))
+    monkeypatch.setitem(globals(), "needle_recall", training.needle_recall)
+    distill.main(arguments(source, tmp_path / "out", "--recall-every", 4, "--log-every", 100))
+    rows = log_of(tmp_path / "out")
+    assert [row["step"] for row in rows] == [1, 4, 6] and "reach" not in rows[0]
+    found = [{name: row[name] for name in row if name.startswith(("reach", "chosen"))} for row in rows[1:]]
+    assert found == [pytest.approx(one, abs=1e-6) for one in expected] and found[0]["reach"] < 1
+    distill.main(arguments(source, tmp_path / "none", "--recall-every", 0))
+    assert not any("reach" in row for row in log_of(tmp_path / "none"))
+
+
+def test_the_queries_of_needle_recall():
+    """The row with the most answers, its longest document; queries before answers that walk, or any, or none."""
+    ids = random_ids(2, 60)
+    positions = torch.cat((torch.arange(23), torch.arange(37))).expand(2, -1)
+    answers = torch.zeros(2, 60, dtype=torch.bool)
+    answers[1, [3, 23 + 9, 23 + 20, 59]] = True
+    batch = {"input_ids": ids, "position_ids": positions, "answer_mask": answers}
+    row, queries = training.recall_queries(batch, 16)
+    assert torch.equal(row, ids[1:, 23:]) and queries.tolist() == [[19, 35]]
+    assert training.recall_queries(batch, 36)[1].tolist() == [[36]]
+    assert training.recall_queries(batch, 37)[1].tolist() == [[-1]]
+    padded = {**batch, "position_ids": torch.arange(60).expand(2, -1).clone(), "attention_mask": torch.ones_like(ids)}
+    padded["attention_mask"][1, 50:], padded["position_ids"][1, 50:] = 0, 0
+    row, queries = training.recall_queries(padded, 16)
+    assert torch.equal(row, ids[1:, :50]) and queries.tolist() == [[31, 42]]
+    many = {**batch, "answer_mask": torch.ones(2, 60, dtype=torch.bool)}
+    monotone = training.recall_queries({name: tensor.repeat(1, 5) for name, tensor in many.items()}, 0)[1][0]
+    assert len(monotone) == 36 and (monotone.diff() == 1).all()
 
 
 def test_bfloat16_computes_beside_float32_poolers(source, tmp_path, monkeypatch):

@@ -50,6 +50,7 @@ class FixedRows:
 
     def next_step(self):
         self.tokens += ROWS * LENGTH
+        self.last = self.parts[0]
         return self.parts
 
     def state_dict(self):
@@ -82,6 +83,7 @@ def train(folder: Path, way: str, accelerator, resume: bool = False) -> tuple[di
     options = SimpleNamespace(
         output=folder / f"{way}-{accelerator.distributed_type.value}", steps=STEPS, clip=None, warmup=0,
         decay=0.0, seed=0, keep=1, resume=resume, save_every=2, log_every=1, tensorboard=None, log=folder / "log",
+        recall_every=2,
     )  # fmt: skip
     data = FixedRows(torch.load(folder / "rows.pt"), accelerator.process_index, world)
     run = training.Run(way, options, accelerator, model, optimizer, data, with_labels=way == "finetune")
@@ -119,7 +121,9 @@ def folder(tmp_path_factory) -> Path:
     ids = random_ids(ROWS, LENGTH)
     labels = ids.masked_fill(torch.arange(LENGTH) < 7 * torch.arange(ROWS)[:, None], -100)
     positions = torch.cat((torch.arange(20), torch.arange(LENGTH - 20))).expand(ROWS, -1)
-    torch.save({"input_ids": ids, "labels": labels, "position_ids": positions}, folder / "rows.pt")
+    answers = torch.rand(ids.shape) < 0.3
+    rows = {"input_ids": ids, "labels": labels, "position_ids": positions, "answer_mask": answers}
+    torch.save(rows, folder / "rows.pt")
     return folder
 
 
