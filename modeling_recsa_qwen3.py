@@ -30,7 +30,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 from transformers.utils import can_return_tuple, logging
 
-from .attention_recsa_qwen3 import check_backend, prefers_kernels, recsa_attention, rotary_tables, rotate
+from .attention_recsa_qwen3 import RecSAOutput, check_backend, prefers_kernels, recsa_attention, rotary_tables, rotate
 from .cache_files_recsa_qwen3 import note_model
 from .cache_layer_recsa_qwen3 import RecSALayer  # noqa: F401
 from .cache_recsa_qwen3 import RecSACache
@@ -221,6 +221,8 @@ class RecSAQwen3Attention(nn.Module):
             cos, sin = (table[..., None, : rows.width, :] for table in tables)
             attended = self._attend_densely(rotate(query, cos, sin), rotate(key, cos, sin), value, None)
             self.last_backend = "dense"
+            if self.trace is not None:
+                self.trace.record(self.layer_idx, rows, RecSAOutput(attended, None, None, "dense"))
             output = self.o_proj(rows.scatter(attended).transpose(1, 2).reshape(batch, width, -1))
             return output, None, layer_loss(query, key, self.pooler, self.config, rows.counts, sampled, self.scaling)
         longest = max(rows.lengths)
@@ -396,6 +398,7 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
         prefill_chunk_size: int | None = None,
         hidden_to_keep: int = 0,
         distill: bool = False,
+        head_learns: bool = False,
         answer_mask: torch.Tensor | None = None,
         **kwargs,
     ) -> RecSAModelOutputWithPast:
@@ -414,6 +417,7 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
                 gradients.
             hidden_to_keep: returns only the last n hidden states; 0 = all.
             distill: in training, and where `recsa_distill_weight` is not 0, also returns the distillation loss.
+            head_learns: whether what reads the states learns from them; they are then those of evaluation.
             answer_mask: `[B, T]`, the tokens that the strategy "answers" distils the poolers by; read with `distill`.
 
         Raises:
@@ -464,7 +468,14 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
             cache = RecSACache(self.config)
             self._check_cache(cache)
 
-        sampled = self._sample_queries(rows, answer_mask, (batch, width), inputs_embeds) if distill else None
+        sampled = None
+        if distill:
+            sampled = self._sample_queries(rows, answer_mask, (batch, width), inputs_embeds, head_learns)
+            if sampled.frozen and output_attentions:
+                raise ValueError(
+                    "output_attentions: where poolers alone learn, attention is their dense teacher's, without "
+                    "matrices; ask in evaluation (model.eval())."
+                )
         trace: RecSATrace | None = self.layers[0].self_attn.trace  # type: ignore[assignment]
         chunk = prefill_chunk_size or self.config.recsa_prefill_chunk
         in_chunks = (
@@ -507,7 +518,9 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
             **{CACHE_FIELD: cache if use_cache else None},
         )
 
-    def _sample_queries(self, rows: Rows, answer_mask, shape: tuple[int, int], inputs_embeds) -> SampledQueries:
+    def _sample_queries(
+        self, rows: Rows, answer_mask, shape: tuple[int, int], inputs_embeds, learning: bool
+    ) -> SampledQueries:
         """At which queries this forward distils the poolers, and whether it trains them alone."""
         if answer_mask is not None and tuple(answer_mask.shape) != shape:
             raise ValueError(f"answer_mask: shape {tuple(answer_mask.shape)}, expected {shape} as input_ids.")
@@ -517,7 +530,7 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
         )
         # under "module" wrappers (adapters, FSDP) the poolers' parameters are still theirs
         poolers = {id(p) for module in self.modules() if isinstance(module, RecSAPooler) for p in module.parameters()}
-        learning = inputs_embeds is not None and inputs_embeds.requires_grad
+        learning |= inputs_embeds is not None and inputs_embeds.requires_grad
         learning |= any(p.requires_grad and id(p) not in poolers for p in self.parameters())
         return SampledQueries(shares, frozen=not learning)
 
@@ -742,6 +755,7 @@ class RecSAQwen3ForCausalLM(RecSAQwen3PreTrainedModel, GenerationMixin):
             cu_seq_lens_q=kwargs.pop("cu_seq_lens_q", None),
             seq_idx=kwargs.pop("seq_idx", None),
             distill=True,
+            head_learns=any(parameter.requires_grad for parameter in self.lm_head.parameters()),
             answer_mask=answer_mask,
             return_dict=True,
         )

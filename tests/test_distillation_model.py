@@ -7,7 +7,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 import oracle
 from conftest import DENSE, TINY, random_ids, relative_rms, tiny_config, tiny_model
-from recsa_qwen3 import Recall, RecSAQwen3ForCausalLM, RecSAQwen3ForSequenceClassification, needle_recall
+from recsa_qwen3 import Recall, RecSAQwen3ForCausalLM, RecSAQwen3ForSequenceClassification, needle_recall, recsa_trace
 from recsa_qwen3.attention_recsa_qwen3 import rotary_tables
 from recsa_qwen3.configuration_recsa_qwen3 import TRAINED_TOKENS
 from recsa_qwen3.distillation_recsa_qwen3 import distillation_loss, far_scores, queries_at, teacher_tables
@@ -513,6 +513,35 @@ def test_refusals_name_what_is_wrong():
     shared.model.layers[0].self_attn.pooler.mesh = object()
     with pytest.raises(ValueError, match="recsa_distill_weight.*tensor parallelism"):
         shared(ids)
+
+
+@pytest.mark.parametrize("how", ["head", "adapter", "pooler and head"])
+def test_a_head_that_learns_sees_what_it_will_see(how):
+    """A language-model head trained over a frozen decoder: its logits are those of the sparse walk."""
+    model, ids = distilled_model(frozen=True), random_ids(1, LENGTH)
+    if how == "adapter":
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["lm_head"], modules_to_save=["pooler"]))
+    else:
+        model.lm_head.weight.requires_grad_(True)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(parameter.requires_grad and (how != "head" or not is_pooler(name)))
+    found = model.train()(ids)
+    with torch.no_grad():
+        expected = model.eval()(ids).logits
+    torch.testing.assert_close(found.logits, expected, rtol=1e-9, atol=1e-9)
+    assert found.distill_loss > 0
+
+
+def test_a_frozen_model_has_no_matrices_and_traces_its_teacher():
+    model, ids = distilled_model(frozen=True), random_ids(1, LENGTH)
+    with pytest.raises(ValueError, match="output_attentions"):
+        model(ids, output_attentions=True)
+    with recsa_trace(model) as trace:
+        model(ids)
+    assert [(layer, one.backend, one.selection) for layer, one in trace.forwards[0].items()] == [
+        (layer, "dense", {}) for layer in range(model.config.num_hidden_layers)
+    ]
 
 
 def test_an_answer_mask_is_ignored_elsewhere():
