@@ -5,6 +5,7 @@ cache and the bookkeeping of rows live in the sibling modules, which this file i
 copy only the entry file's direct imports. Nothing here decides what a query reads.
 """
 
+import copy
 import dataclasses
 import inspect
 from collections.abc import Iterator
@@ -372,6 +373,7 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
         super().__init__(config)
         config.check_recsa()  # fields given at load are set after the configuration was made
         self.branching = config.recsa_branching
+        self._checked_config: dict[str, Any] = {}
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
@@ -650,14 +652,21 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
             cache.reserve(room)
 
     def _check_config(self) -> None:
-        """A loaded configuration may have been edited."""
-        self.config.check_recsa()
+        """A loaded configuration may have been edited, also within `rope_parameters`; asked at every token."""
         check_backend(self.config.recsa_backend)
+        fields = vars(self.config)
+        if fields == self._checked_config:
+            return
+        self.config.check_recsa()
         if self.config.recsa_branching != self.branching:
             raise ValueError(
                 f"recsa_branching={self.config.recsa_branching}: the poolers were built for {self.branching}; "
                 "set the field before the model is made."
             )
+        # lists and dicts can be edited in place
+        self._checked_config = {
+            name: copy.copy(value) if isinstance(value, (list, dict)) else value for name, value in fields.items()
+        }
 
     def _check_cache(self, cache) -> None:
         if cache is None:

@@ -255,15 +255,15 @@ def rows_of_batch(
             "use cache.batch_repeat_interleave or cache.batch_select_indices to match them."
         )
     starts = list(history.lengths) if seen else [0] * batch
-    tokens = _token_columns(batch, width, attention_mask, history)
     if position_ids is not None and tuple(position_ids.shape) not in ((batch, width), (1, width)):
         raise ValueError(f"position_ids: shape {tuple(position_ids.shape)}, expected {(batch, width)}.")
+    tokens, position_ids = _token_columns(batch, width, attention_mask, position_ids, history)
     first = _document_starts(batch, width, tokens, position_ids, cu_seq_lens)
     if first is None:
         whole = Rows.whole(batch, width, starts)
         rows = whole if tokens is None else Rows.from_columns(_row_numbers(tokens), starts)
         if position_ids is not None:
-            rows.offsets = _offsets(position_ids.cpu().expand(batch, width), tokens, starts, history)
+            rows.offsets = _offsets(position_ids.expand(batch, width), tokens, starts, history)
         return rows
     if seen:
         raise ValueError("position_ids: packed documents cannot continue a filled cache; run them without one.")
@@ -274,11 +274,16 @@ def rows_of_batch(
 
 
 def _token_columns(
-    batch: int, width: int, attention_mask: torch.Tensor | None, history: RowHistory
-) -> torch.Tensor | None:
-    """The new columns that hold a token, `[B, T]` bool on the CPU; `None` where all do."""
+    batch: int,
+    width: int,
+    attention_mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    history: RowHistory,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The new columns that hold a token, `[B, T]` bool, `None` where all do; and the position ids; on the host."""
+    positions = [] if position_ids is None else [position_ids]
     if attention_mask is None:
-        return None
+        return None, next(iter(_on_host(*positions)), None)
     if not isinstance(attention_mask, torch.Tensor) or attention_mask.dim() != 2:
         raise ValueError(
             "attention_mask: RecSA takes a 2D mask [batch, columns] of padding only; 4D masks, block masks and mask "
@@ -290,11 +295,21 @@ def _token_columns(
             f"attention_mask: shape {tuple(attention_mask.shape)}, expected {(batch, seen + width)} "
             f"({seen} cached columns + {width} new ones)."
         )
-    mask = attention_mask[:, seen:].ne(0).cpu()
+    counts = attention_mask[:, :seen].count_nonzero(1)
+    mask, counts, *positions = _on_host(attention_mask[:, seen:].ne(0), counts, *positions)
     # a decode step mostly repeats what it was given; counting writes nothing as long as the cache
-    if seen and (width > 1 or attention_mask[:, :seen].count_nonzero(1).tolist() != history.lengths):
+    if seen and (width > 1 or counts.tolist() != history.lengths):
         history.check_mask(attention_mask)
-    return None if bool(mask.all()) else mask
+    return (None if bool(mask.all()) else mask.bool()), next(iter(positions), None)
+
+
+def _on_host(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Small tensors of integers on the host; from one device in one copy, since each waits for the device."""
+    if len(tensors) == 1 or any(tensor.device != tensors[0].device for tensor in tensors):
+        return [tensor.cpu() for tensor in tensors]
+    flat = torch.cat([tensor.flatten() for tensor in tensors]).cpu() if tensors else torch.empty(0)
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def _document_starts(
@@ -307,7 +322,7 @@ def _document_starts(
     """Columns `[B, T]` at which a sequence begins, where some row holds several; else `None`."""
     by_position = None
     if position_ids is not None and width > 1:
-        by_position = _starts_by_position(position_ids.cpu().expand(batch, width), tokens)
+        by_position = _starts_by_position(position_ids.expand(batch, width), tokens)
     if cu_seq_lens is None:
         return by_position
     by_length = _starts_by_length(batch, width, tokens, cu_seq_lens)

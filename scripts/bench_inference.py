@@ -73,7 +73,7 @@ MEANING = dict(
     lengths="multiples of the chunk", short="a length below M, decode only", chunk="tokens per prefill chunk",
     dense_layers="layers on which dense prefill is sampled", kernel_lengths="where kernels are profiled",
     dense_whole="up to this length the fastest dense prefill runs whole", steps="decode steps timed",
-    new_tokens="of generate()", repeats="timed runs of the operator", geometry="RecSA's, repeatable",
+    new_tokens="of generate()", repeats="timed runs of the operator and of generate()", geometry="RecSA's, repeatable",
 )  # fmt: skip
 SECTIONS = ("prefill", "decode", "kernels", "selections", "dense-prefill", "dense-decode")
 BACKENDS = {
@@ -95,7 +95,8 @@ HOW = {
     "decode": "That prefill's cache cropped to each length (source: random where it was filled with random keys and "
     "values instead), so its capacity is the longest length's; single-token forwards after those in which the model "
     f"captured its CUDA graph. wall_ms, which ratios use: median over blocks of {BLOCK} steps between "
-    "synchronisations; event_ms: median between CUDA events. generate: greedy, less what a call of one token takes.",
+    "synchronisations; event_ms: median between CUDA events. generate: greedy, median of `repeats` calls after one "
+    "not counted, less what a call of one token takes.",
     "kernels": "One layer on a cache of random keys and values: CUDA time by kernel name under torch.profiler.",
     "selections": "recsa_attention alone, one layer, one chunk of queries at the end of each length, median. slow: "
     f"neighbouring queries, and keys, with a correlation of {WALK}. union_over_k: mean size of the union of what "
@@ -305,13 +306,14 @@ def recsa_decode(run: SimpleNamespace, result: dict[str, Any]) -> None:
         row |= {"backend": model.last_backend, "graph": getattr(cache.step, "graph", None) is not None}
         history = random_ids(run, length + 1)
         inputs = {CACHE_FIELD: cache, "attention_mask": torch.ones_like(history), "pad_token_id": 0}
-        seconds = {}
-        for new in (1, options.new_tokens) * min(options.repeats, 2):  # the last of each counts
+        took: dict[int, list[float]] = {1: [], options.new_tokens: []}
+        for new in (*took, *took) + (*took,) * (options.repeats - 1):  # the first of each does not count
             crop(cache, length)
             generate = partial(model.generate, history, max_new_tokens=new, do_sample=False, **inputs)
-            seconds[new] = wall_seconds(generate)
+            took[new].append(wall_seconds(generate))
+        seconds = {new: statistics.median(times[1:]) for new, times in took.items()}
         per_token = (seconds[options.new_tokens] - seconds[1]) / (options.new_tokens - 1) * 1e3
-        row["generate_seconds"] = {str(new): round(took, 4) for new, took in seconds.items()}
+        row["generate_seconds"] = {str(new): round(one, 4) for new, one in seconds.items()}
         row["generate_ms_per_token"] = round(per_token, 4)
         row["generate_over_step"] = round(per_token / row["wall_ms"], 3)
         result["at"].append(row)

@@ -192,6 +192,24 @@ def test_impossible_edits_are_refused_by_the_model(folder, field, value):
         RecSAQwen3ForCausalLM.from_pretrained(folder, **{field: value})
 
 
+@pytest.mark.parametrize("field", ["recsa_recent", "rope_parameters"])
+def test_an_edit_between_two_forwards_is_refused_and_can_be_taken_back(folder, field):
+    """Also one within a field that keeps its identity."""
+    model, ids = RecSAQwen3ForCausalLM.from_pretrained(folder), random_ids(1, 40)
+    before, rope = logits_of(model, ids), model.config.rope_parameters
+    kind, recent = rope["rope_type"], model.config.recsa_recent
+    for _ in range(2):
+        if field == "rope_parameters":
+            rope["rope_type"] = "dynamic"
+        else:
+            model.config.recsa_recent = 99
+        for _ in range(2):
+            with pytest.raises(ValueError, match=field):
+                model(ids)
+        rope["rope_type"], model.config.recsa_recent = kind, recent
+        assert torch.equal(logits_of(model, ids), before)
+
+
 def test_possible_values_are_accepted():
     for fields in (
         dict(recsa_top_k=2, recsa_recent=0, recsa_top_capacity=8),
