@@ -21,7 +21,7 @@ test-oldest:
 # Uses the python given, not a virtual environment: a GPU machine usually has its own build of torch.
 test-gpu:
 	HF_HUB_OFFLINE=1 $(PYTHON) -m pytest tests/test_gpu.py tests/test_gpu_kernels.py tests/test_gpu_long_prompts.py tests/test_kernels.py \
-		tests/test_kernels_backward.py tests/test_float8.py tests/test_cache_forks.py $(PYTEST_ARGS)
+		tests/test_kernels_backward.py tests/test_float8.py tests/test_cache_forks.py tests/test_baselines.py $(PYTEST_ARGS)
 
 demo: setup
 	$(VENV)/bin/python scripts/generate.py

@@ -8,7 +8,7 @@ poolers only. [paper: distilled from dense attention; form: our decision]
 
 import copy
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -129,19 +129,29 @@ def _teacher_config(config: RecSAQwen3Config, stretched: int, trained: int) -> R
     """The configuration with the RoPE of a sequence of `stretched` tokens; as it is for 0."""
     if not stretched:
         return config
-    rope = dict(config.rope_parameters)
+    edited = copy.copy(config)
+    edited.rope_parameters = yarn_parameters(config.rope_parameters, stretched, trained)
+    return edited
+
+
+def yarn_parameters(rope_parameters: dict[str, Any], tokens: int, trained: int) -> dict[str, Any]:
+    """Qwen3's `rope_parameters` with YaRN for sequences of `tokens` tokens, more than the `trained` ones.
+
+    The factor is exactly tokens / trained (or by the original length of a checkpoint that has YaRN already).
+
+    Raises:
+        ValueError: RoPE that is neither plain nor YaRN.
+    """
+    rope = dict(rope_parameters)
     kind = rope.get("rope_type", "default")
     if kind not in ("default", "yarn"):
         raise ValueError(
-            f"rope_parameters: a teacher for {stretched} tokens would need YaRN on top of rope_type {kind!r}; use "
-            f"shorter sequences, or set recsa_trained_length (now {trained}) to what the backbone was trained on."
+            f"rope_parameters: {tokens} tokens would need YaRN on top of rope_type {kind!r}; use shorter sequences, "
+            f"or set the trained length (recsa_trained_length, now {trained}) to what the backbone was trained on."
         )
     original = rope.get("original_max_position_embeddings") or trained
     rope.pop("attention_factor", None)  # goes with the factor
-    rope.update(rope_type="yarn", factor=stretched / original, original_max_position_embeddings=original)
-    edited = copy.copy(config)
-    edited.rope_parameters = rope
-    return edited
+    return rope | {"rope_type": "yarn", "factor": tokens / original, "original_max_position_embeddings": original}
 
 
 def distillation_loss(
