@@ -1,0 +1,177 @@
+"""How often a model answers the needle questions of the small model's world, by method, task and length.
+
+    python scripts/evaluate_needles.py --model small-distilled --methods recsa dca --lengths 2048 8192 --prompts 200 \\
+        --output needles.json
+
+A prompt counts as answered where greedy `generate()` gives the answer word for word; all methods read the same ones.
+The file is written after each cell; the same command goes on where it was stopped. This file trains nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import bench_inference as bench  # first: it says whether Triton is interpreted  # isort: skip
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+import needle_text
+from baselines import METHODS, load_baseline
+from ruler.metric import wilson_interval
+
+FIRST_SEED = 1_000_000  # of the prompts, far from those of training
+EVAL_TOKENS = 1 << 18
+AGAIN = 3  # exit status: time is over, the same command goes on
+
+
+class Cell(NamedTuple):
+    """One figure of the report. `model` is a folder; `prompts` is how many are asked."""
+
+    model: str
+    method: str
+    task: str
+    length: int
+    prompts: int
+
+
+@torch.inference_mode()
+def exact_match(model: PreTrainedModel, task: str, length: int, prompts: int, tokens: int = EVAL_TOKENS) -> dict:
+    """Asks `prompts` questions of exactly `length` tokens, the answer included, in batches of about `tokens` tokens.
+
+    Returns:
+        `exact`: prompts whose answer was given word for word; `tokens`: share of right answer tokens.
+    """
+    exact, right_tokens = 0, 0.0
+    for done in range(0, prompts, max(1, tokens // length)):
+        batch = min(prompts - done, max(1, tokens // length))
+        ids, answers = needle_text.make_batch(batch, length, task, seed=FIRST_SEED + done)
+        ids, answers = ids.to(model.device), answers.to(model.device)
+        made = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=answers.shape[1]
+        )[:, ids.shape[1] :]
+        right = F.pad(made, (0, answers.shape[1] - made.shape[1]), value=needle_text.PAD) == answers
+        exact += int(right.all(1).sum())
+        right_tokens += float(right.float().mean(1).sum())
+    return {"exact": exact, "tokens": right_tokens / prompts}
+
+
+def measure(cell: Cell, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """The cell's figures: `exact` of `prompts`, its share and 95 % Wilson interval, seconds, peak GiB."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    began = time.perf_counter()
+    model = load_baseline(cell.model, cell.method, cell.length, dtype=dtype, device=device)
+    found = exact_match(model, cell.task, cell.length, cell.prompts)
+    low, high = wilson_interval(found["exact"] / cell.prompts, cell.prompts)
+    row = {**found, "share": found["exact"] / cell.prompts, "low": low, "high": high}
+    row["backend"] = getattr(model, "last_backend", None)
+    row["seconds"] = round(time.perf_counter() - began, 2)
+    row["peak_gib"] = round(torch.cuda.max_memory_allocated() / bench.GIB, 2) if device.type == "cuda" else None
+    return row
+
+
+def fill(
+    cells: Iterable[Cell],
+    rows: list[dict[str, Any]],
+    write: Callable[[], None],
+    until: float,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> bool:
+    """Measures the cells that `rows` lacks and calls `write` after each; False where time was over first.
+
+    A cell is begun where the time up to `until` (of the monotonic clock) is enough for twice what is foreseen.
+    """
+    done = {(row["model"], row["method"], row["task"], row["length"], row["prompts"]) for row in rows}
+    for cell in cells:
+        named = cell._replace(model=Path(cell.model).name)
+        if tuple(named) in done:
+            continue
+        if time.monotonic() + 2 * foreseen(named, rows) > until:
+            return False
+        row = {**named._asdict(), **measure(cell, dtype, device)}
+        rows.append(row)
+        print(
+            f"{named.model} {cell.method} {cell.task} {cell.length:,}: {row['exact']} of {cell.prompts} "
+            f"({row['low']:.0%} to {row['high']:.0%}), {row['seconds']} s",
+            flush=True,
+        )
+        write()
+    return True
+
+
+def foreseen(cell: Cell, rows: list[dict[str, Any]]) -> float:
+    """Seconds of a cell by those before it: as the tokens, or times the length for methods that read all of them."""
+
+    def work(method: str, length: int, prompts: int) -> float:
+        return prompts * length * (1 if method == "recsa" else length)
+
+    known = [row for row in rows if row["method"] == cell.method]
+    rates = [row["seconds"] / work(row["method"], row["length"], row["prompts"]) for row in known[-6:]]
+    return min(rates, default=0.0) * work(cell.method, cell.length, cell.prompts)
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--model", required=True, help="folder of a RecSA or, for dense methods, Qwen3 checkpoint")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=["recsa"])
+    parser.add_argument("--tasks", nargs="+", choices=needle_text.TASKS, default=list(needle_text.TASKS))
+    parser.add_argument("--lengths", nargs="+", type=int, default=[2048, 8192], help="tokens, the answer included")
+    parser.add_argument("--prompts", type=int, default=200, help="questions a cell")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no cell that would pass this time")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--output", type=Path, required=True, help="JSON file to write or to go on with")
+    options = parser.parse_args(arguments)
+    for task in options.tasks:
+        least = needle_text.minimum_length(task)
+        if min(options.lengths) < least:
+            parser.error(f"--lengths {min(options.lengths)}: task {task} needs at least {least} tokens")
+    if options.prompts < 1:
+        parser.error(f"--prompts {options.prompts}: must be at least 1")
+    return options
+
+
+def dtype_on(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def open_report(arguments: list[str] | None, script: str, output: Path, device: torch.device) -> dict[str, Any]:
+    """The report in `output`, or a new one that says what makes it."""
+    if output.exists():
+        return json.loads(output.read_text())
+    output.parent.mkdir(parents=True, exist_ok=True)
+    return bench.provenance(script, arguments, output, SimpleNamespace(dtype=dtype_on(device), shape=None))
+
+
+def write_report(report: dict[str, Any], output: Path) -> None:
+    output.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    logging.set_verbosity_error()
+    device = torch.device(options.device)
+    report = open_report(arguments, "scripts/evaluate_needles.py", options.output, device)
+    rows = report.setdefault("cells", [])
+    cells = [
+        Cell(options.model, method, task, length, options.prompts)
+        for length in options.lengths
+        for method in options.methods
+        for task in options.tasks
+    ]
+    until = time.monotonic() + options.seconds
+    write = partial(write_report, report, options.output)
+    return 0 if fill(cells, rows, write, until, dtype_on(device), device) else AGAIN
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
