@@ -82,12 +82,14 @@ def definition(query, key, value, s, c, w, theta, scaling):
     return matrix.masked_fill(t > t[:, None], -torch.inf).softmax(-1) @ value
 
 
-def operands(tokens, s, group, c=TRAINED, w=None, kv_heads=2, head_dim=16, batch=2):
-    """Random query, key, value before RoPE, the rotations of the queries, and the key as it is cached."""
-    spec = dual_chunks(c, tokens, s, w)
+def operands(tokens, s, group, w=None, head_dim=16, dtype=torch.float32):
+    """Random query, key, value before RoPE, the rotations of the queries, and the key as it is cached.
+
+    All in float32; values of the first three that `dtype` holds.
+    """
+    spec = dual_chunks(TRAINED, tokens, s, w)
     config = Qwen3Config(**STOCK | {"head_dim": head_dim}, dual_chunks=spec._asdict())
-    query = torch.randn(batch, kv_heads * group, tokens, head_dim)
-    key, value = torch.randn(2, batch, kv_heads, tokens, head_dim)
+    query, key, value = (torch.randn(2, heads, tokens, head_dim).to(dtype).float() for heads in (2 * group, 2, 2))
     rotations = baselines.DualChunkRotaryEmbedding(config)(query, torch.arange(tokens)[None])
     cached = turned(key, torch.arange(tokens) % s, config.rope_parameters["rope_theta"]).float()
     return query, key, value, rotations, cached, config
@@ -381,7 +383,7 @@ class TestFlash:
 
     @pytest.mark.parametrize("last", [1, 2, 40, 93])
     def test_flash_equals_the_definition(self, dtype, group, last):
-        query, key, value, rotations, cached, config = operands(93, 18, group, head_dim=64)
+        query, key, value, rotations, cached, config = operands(93, 18, group, head_dim=64, dtype=dtype)
         wanted = definition(query, key, value, 18, TRAINED, 6, config.rope_parameters["rope_theta"], 0.125)
         tables = [tuple(table[:, -last:].to("cuda", dtype) for table in pair) for pair in rotations]
         query, cached, value = (states.to("cuda", dtype) for states in (query, cached, value))
