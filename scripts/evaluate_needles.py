@@ -20,16 +20,14 @@ from typing import Any, NamedTuple
 
 import bench_inference as bench  # first: it says whether Triton is interpreted  # isort: skip
 import torch
-import torch.nn.functional as F
-from transformers import PreTrainedModel
 from transformers.utils import logging
 
 import needle_text
 from baselines import METHODS, load_baseline
 from ruler.metric import wilson_interval
+from train_small import exact_match
 
-FIRST_SEED = 1_000_000  # of the prompts, far from those of training
-EVAL_TOKENS = 1 << 18
+EVAL_TOKENS = 1 << 18  # of a batch
 AGAIN = 3  # exit status: time is over, the same command goes on
 
 
@@ -43,36 +41,15 @@ class Cell(NamedTuple):
     prompts: int
 
 
-@torch.inference_mode()
-def exact_match(model: PreTrainedModel, task: str, length: int, prompts: int, tokens: int = EVAL_TOKENS) -> dict:
-    """Asks `prompts` questions of exactly `length` tokens, the answer included, in batches of about `tokens` tokens.
-
-    Returns:
-        `exact`: prompts whose answer was given word for word; `tokens`: share of right answer tokens.
-    """
-    exact, right_tokens = 0, 0.0
-    for done in range(0, prompts, max(1, tokens // length)):
-        batch = min(prompts - done, max(1, tokens // length))
-        ids, answers = needle_text.make_batch(batch, length, task, seed=FIRST_SEED + done)
-        ids, answers = ids.to(model.device), answers.to(model.device)
-        made = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=answers.shape[1]
-        )[:, ids.shape[1] :]
-        right = F.pad(made, (0, answers.shape[1] - made.shape[1]), value=needle_text.PAD) == answers
-        exact += int(right.all(1).sum())
-        right_tokens += float(right.float().mean(1).sum())
-    return {"exact": exact, "tokens": right_tokens / prompts}
-
-
 def measure(cell: Cell, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """The cell's figures: `exact` of `prompts`, its share and 95 % Wilson interval, seconds, peak GiB."""
+    """The cell's figures: how many answers are `exact`, the share's 95 % Wilson interval, `tokens` that are right."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
     model = load_baseline(cell.model, cell.method, cell.length, dtype=dtype, device=device)
-    found = exact_match(model, cell.task, cell.length, cell.prompts)
-    low, high = wilson_interval(found["exact"] / cell.prompts, cell.prompts)
-    row = {**found, "share": found["exact"] / cell.prompts, "low": low, "high": high}
+    exact, tokens = exact_match(model, cell.task, cell.length, cell.prompts, EVAL_TOKENS)
+    low, high = wilson_interval(exact / cell.prompts, cell.prompts)
+    row: dict[str, Any] = {"exact": exact, "low": low, "high": high, "tokens": tokens}
     row["backend"] = getattr(model, "last_backend", None)
     row["seconds"] = round(time.perf_counter() - began, 2)
     row["peak_gib"] = round(torch.cuda.max_memory_allocated() / bench.GIB, 2) if device.type == "cuda" else None

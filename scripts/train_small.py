@@ -30,12 +30,20 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 import needle_text
 
 PARAMETER_LIMIT = 12_000_000
 FILE_LIMIT = 30_000_000
+EVALUATION_SEED = 1_000_000  # far from those of training
 
 
 @dataclass(frozen=True)
@@ -220,6 +228,28 @@ def save(model: Qwen3ForCausalLM, output: Path, overwrite: bool) -> int:
 
 
 @torch.inference_mode()
+def exact_match(
+    model: PreTrainedModel, task: str, length: int, prompts: int, tokens_a_batch: int
+) -> tuple[int, float]:
+    """Asks `prompts` questions of exactly `length` tokens, the answer included; always the same ones.
+
+    Returns:
+        How many were answered word for word by greedy `generate()`, and the share of right answer tokens.
+    """
+    exact, right_tokens = 0, 0.0
+    most = max(1, tokens_a_batch // length)
+    for done in range(0, prompts, most):
+        ids, answers = needle_text.make_batch(min(most, prompts - done), length, task, seed=EVALUATION_SEED + done)
+        ids, answers = ids.to(model.device), answers.to(model.device)
+        made = model.generate(  # type: ignore[operator]
+            input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=answers.shape[1]
+        )[:, ids.shape[1] :]
+        right = F.pad(made, (0, answers.shape[1] - made.shape[1]), value=needle_text.PAD) == answers
+        exact += int(right.all(1).sum())
+        right_tokens += float(right.float().mean(1).sum())
+    return exact, right_tokens / prompts
+
+
 def evaluate(folder: Path, lengths: tuple[int, ...], args: argparse.Namespace) -> list[dict[str, Any]]:
     """Exact match of greedily generated answers, from the checkpoint in ``folder`` as stock transformers loads it."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -232,21 +262,10 @@ def evaluate(folder: Path, lengths: tuple[int, ...], args: argparse.Namespace) -
         for task in needle_text.TASKS:
             if length < needle_text.minimum_length(task):
                 continue
-            exact, tokens, done = 0, 0.0, 0
-            while done < args.prompts:
-                batch = min(args.prompts - done, max(1, args.eval_tokens // length))
-                prompts, answers = needle_text.make_batch(batch, length, task, seed=1_000_000 + done)
-                prompts, answers = prompts.to(args.device), answers.to(args.device)
-                made = model.generate(
-                    input_ids=prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=answers.shape[1]
-                )[:, prompts.shape[1] :]
-                right = F.pad(made, (0, answers.shape[1] - made.shape[1]), value=needle_text.PAD) == answers
-                exact += int(right.all(1).sum())
-                tokens += float(right.float().mean(1).sum())
-                done += batch
-            score = {"length": length, "task": task, "prompts": done, "exact": exact / done, "tokens": tokens / done}
-            scores.append(score)
-            print(f"{length} {task}: exact {score['exact']:.3f}, tokens {score['tokens']:.3f} of {done}", flush=True)
+            exact, tokens = exact_match(model, task, length, args.prompts, args.eval_tokens)
+            share = exact / args.prompts
+            scores.append({"length": length, "task": task, "prompts": args.prompts, "exact": share, "tokens": tokens})
+            print(f"{length} {task}: exact {share:.3f}, tokens {tokens:.3f} of {args.prompts}", flush=True)
     return scores
 
 
