@@ -98,7 +98,8 @@ def one_cell(
     model: Any, tokenizer: PreTrainedTokenizerBase, task: str, length: int, options: argparse.Namespace, texts: Texts
 ) -> dict[str, Any]:
     """All samples of a task at a length."""
-    scores, tokens, cut_off, example = [], [], 0, {}
+    scores, tokens, cut_off = [], [], 0
+    first: dict[str, Any] = {}
     prompts, began = hashlib.sha256(), time.perf_counter()
     for number in range(options.samples):
         sample = make_sample(task, tokenizer, length, f"{options.seed}/{number}", texts, options.chat)
@@ -120,7 +121,7 @@ def one_cell(
         answer = tokenizer.decode(made, skip_special_tokens=True)
         scores.append(score(answer, sample.references, TASKS[task].any_of))
         tokens.append(len(sample.ids))
-        example = example or {"answer": answer, "references": sample.references}
+        first = first or {"answer": answer, "references": sample.references}
     mean = sum(scores) / len(scores)
     return {
         "samples": len(scores),
@@ -132,7 +133,7 @@ def one_cell(
         "prompts": prompts.hexdigest()[:16],
         "backend": getattr(model, "last_backend", None),
         "seconds": round(time.perf_counter() - began, 2),
-        "first": example,
+        "first": first,
     }
 
 

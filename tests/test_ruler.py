@@ -118,7 +118,7 @@ def read_back(sample, tokenizer):
 @pytest.mark.parametrize("task", TASKS)
 def test_a_prompt_is_counted_whole_and_nearly_as_long_as_asked(task, name, texts):
     tokenizer = TOKENIZERS[name]()
-    for length in (9000, 30_011):
+    for length in (14_000, 30_011):
         sample = make_sample(task, tokenizer, length, SEED, texts)
         assert sample.ids.dtype == torch.int64 and sample.ids.dim() == 1
         text = read_back(sample, tokenizer)
@@ -142,8 +142,8 @@ def test_a_prompt_is_counted_whole_and_nearly_as_long_as_asked(task, name, texts
 @pytest.mark.parametrize("task", TASKS)
 def test_a_sample_follows_from_its_seed_alone(task, texts):
     tokenizer = bpe_tokenizer()
-    made = [make_sample(task, tokenizer, 4300, f"{SEED}/{number}", texts) for number in range(3)]
-    again = make_sample(task, tokenizer, 4300, f"{SEED}/2", texts)  # with none before it
+    made = [make_sample(task, tokenizer, 6000, f"{SEED}/{number}", texts) for number in range(3)]
+    again = make_sample(task, tokenizer, 6000, f"{SEED}/2", texts)  # with none before it
     assert torch.equal(made[2].ids, again.ids) and made[2].references == again.references
     assert len({sample.message for sample in made}) == 3
 
@@ -175,7 +175,7 @@ def test_the_needles_of_the_keys_asked_for_hold_the_references(task, haystack, s
         assert {kind for kind, _, _ in needles} == {kinds.get(task, "numbers")}
         counts = {"niah_multikey_1": 4, "niah_multivalue": 4, "niah_multiquery": 4}
         if task in ("niah_multikey_2", "niah_multikey_3"):
-            assert len(needles) == sample.size + 1 > 50
+            assert len(needles) == sample.size + 1 > 20
         else:
             assert len(needles) == counts.get(task, 1)
         assert len(sample.references) == {"niah_multivalue": 4, "niah_multiquery": 4}.get(task, 1)
@@ -365,7 +365,7 @@ def checkpoint(tmp_path_factory):
 
 def run(checkpoint, output, *more):
     fixed = ["--model", str(checkpoint), "--device", "cpu", "--samples", "2", "--output", str(output)]
-    return evaluate_ruler.main([*fixed, "--lengths", "700", *more])
+    return evaluate_ruler.main([*fixed, "--lengths", "1300", *more])
 
 
 def test_the_command_runs_resumes_and_says_what_it_skips(checkpoint, sources, tmp_path, capsys, monkeypatch):
@@ -377,12 +377,12 @@ def test_the_command_runs_resumes_and_says_what_it_skips(checkpoint, sources, tm
     report = json.loads(output.read_text())
     assert str(checkpoint.parent) not in output.read_text() and report["skipped"] == {"qa_1": "needs --squad"}
     assert [(cell["method"], cell["task"], cell["length"]) for cell in report["cells"]] == [
-        ("recsa", "niah_single_1", 700),
-        ("recsa", "fwe", 700),
+        ("recsa", "niah_single_1", 1300),
+        ("recsa", "fwe", 1300),
     ]
     for cell in report["cells"]:
         fewest, most = cell["tokens"]
-        assert 650 < fewest + cell["new_tokens"] <= most + cell["new_tokens"] <= 700
+        assert 1200 < fewest + cell["new_tokens"] <= most + cell["new_tokens"] <= 1300
         assert cell["backend"] == "reference" and 0 <= cell["cut_off"] <= 2 and cell["samples"] == 2
         assert cell["interval"][0] <= cell["score"] <= cell["interval"][1]
     assert report["models"]["recsa"]["recsa_top_k"] == 4 and report["settings"]["haystack"] == "essays"
@@ -391,8 +391,8 @@ def test_the_command_runs_resumes_and_says_what_it_skips(checkpoint, sources, tm
     before = evaluate_ruler.one_cell
     monkeypatch.setattr(evaluate_ruler, "one_cell", lambda *args: made.append(args[2:4]) or before(*args))
     assert run(checkpoint, output, *some) == 0 and made == []
-    assert run(checkpoint, output, "--tasks", "niah_single_1", "vt", "--lengths", "900") == 0
-    assert made == [("niah_single_1", 900), ("vt", 900)]
+    assert run(checkpoint, output, "--tasks", "niah_single_1", "vt", "--lengths", "1400") == 0
+    assert made == [("niah_single_1", 1400), ("vt", 1400)]
     again = json.loads(output.read_text())
     assert again["cells"][:2] == report["cells"] and len(again["cells"]) == 4
     with pytest.raises(SystemExit, match="other settings .seed: 0 there, 1 now"):
@@ -447,13 +447,13 @@ def test_the_gate_compares_two_methods_on_the_same_prompts(checkpoint, tmp_path,
 
     change("vt", "dense", 100.0)
     assert run(checkpoint, output, *options) == 0  # counted apart
-    assert "vt at 700" in capsys.readouterr().out
+    assert "vt at 1,300" in capsys.readouterr().out
     change("niah_single_1", "dense", 50.0)
     change("niah_single_1", "recsa", 40.0)
     assert run(checkpoint, output, *options) == 0  # just the margin
     change("niah_single_1", "recsa", 39.5)
     assert run(checkpoint, output, *options) == 1
-    assert "FAILED niah_single_1 at 700: 39.5 - 50.0 = -10.5" in capsys.readouterr().out
+    assert "FAILED niah_single_1 at 1,300: 39.5 - 50.0 = -10.5" in capsys.readouterr().out
 
 
 def test_a_stock_checkpoint_is_evaluated_dense(tmp_path):
@@ -464,7 +464,7 @@ def test_a_stock_checkpoint_is_evaluated_dense(tmp_path):
     )  # fmt: skip
     Qwen3ForCausalLM(config).save_pretrained(tmp_path / "stock")
     tokenizer.save_pretrained(tmp_path / "stock")
-    more = ["--method", "dense", "--tasks", "niah_single_1"]
+    more = ["--method", "dense", "--tasks", "niah_single_1", "--lengths", "900"]
     assert run(tmp_path / "stock", tmp_path / "out.json", *more) == 0
     with pytest.raises(SystemExit, match="max_position_embeddings is 1,024.*--past-limit"):
         run(tmp_path / "stock", tmp_path / "long.json", *more, "--lengths", "1300")

@@ -165,16 +165,16 @@ def squad_questions(source: str) -> Questions:
     except (TypeError, KeyError) as error:
         raise ValueError(f"--squad {source}: not SQuAD's layout (no {error})") from error
     documents = tuple(sorted({row[1] for row in rows}))
-    number = {document: i for i, document in enumerate(documents)}
+    numbers = {document: number for number, document in enumerate(documents)}
     articles: dict[Any, dict[int, None]] = {}
-    for article, paragraph, _, _ in rows:
-        articles.setdefault(article, {})[number[paragraph]] = None
+    for title, paragraph, _, _ in rows:
+        articles.setdefault(title, {})[numbers[paragraph]] = None
     questions = []
-    for article, paragraph, asked, answers in rows:
-        own = number[paragraph]
-        known = tuple(dict.fromkeys(answer for answer in answers if answer.strip()))
+    for title, paragraph, asked, given in rows:
+        own = numbers[paragraph]
+        known = tuple(dict.fromkeys(answer for answer in given if answer.strip()))
         if known:
-            questions.append(Question(asked, known, (own,), tuple(i for i in articles[article] if i != own)))
+            questions.append(Question(asked, known, (own,), tuple(i for i in articles[title] if i != own)))
     return checked("squad", source, Questions(documents, tuple(questions)))
 
 

@@ -57,8 +57,7 @@ class Draft:
 class Task:
     """A task's tokens to generate, its metric (:func:`ruler.metric.score`), and how a sample is drafted.
 
-    ``needs`` names the text that must be given. Of ``counting`` tasks (several hops, counts) RULER's authors say that
-    they separate models more than retrieval does.
+    ``needs`` names the text that must be given. ``counting`` tasks ask for several hops or for counts.
     """
 
     new_tokens: int
@@ -416,7 +415,8 @@ def fit(
     frame = low[1] - estimate(tokenizer, draft.render(low[0]))  # tokens around the message
     guess, slope = towards(low[0] + 64), 1.0
     for _ in range(3):
-        slope = (estimate(tokenizer, draft.render(guess)) + frame - low[1]) / (guess - low[0])
+        more = estimate(tokenizer, draft.render(guess)) + frame - low[1]
+        slope = max(more / (guess - low[0]), 0.1)  # a unit more may round down to no word more
         guess = towards(low[0] + (aim - low[1]) / slope)
     tries = 0
     while budget - low[1] > budget // TOLERANCE and high[0] != low[0] + 1:
