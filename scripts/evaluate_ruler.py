@@ -27,13 +27,12 @@ from typing import Any
 
 import bench_inference as bench  # first: it says whether Triton is interpreted  # isort: skip
 import torch
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, Qwen3ForCausalLM
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from recsa_qwen3 import RecSAQwen3ForCausalLM
+from baselines import METHODS, load_baseline
 from ruler import HAYSTACKS, TASKS, Sample, Texts, make_sample, missing_text, score, wilson_interval
 
-METHODS = ("recsa", "dense", "yarn", "dca")
 HOW = {
     "score": "Percent. Share of the references that are part of the answer, case ignored; for qa: whether any is. "
     "Mean over the samples.",
@@ -43,22 +42,6 @@ HOW = {
     "prompts": "SHA-256 of the ids of all prompts: equal between methods.",
     "words": "Keys and listed words are this repository's, not RULER's; scripts/ruler/tasks.py names the differences.",
 }
-
-
-def load_model(path: str, method: str, tokens: int, dtype: torch.dtype, device: torch.device) -> Any:
-    """The checkpoint under a method, in eval mode on the device; ``tokens`` is the length that it will read."""
-    kind = AutoConfig.from_pretrained(path).model_type
-    if method == "recsa":
-        model = RecSAQwen3ForCausalLM.from_pretrained(path, dtype=dtype)
-    elif method == "dense" and kind == "recsa_qwen3":
-        model = RecSAQwen3ForCausalLM.from_pretrained(path, dtype=dtype, recsa_top_k=None)
-    elif method == "dense":
-        model = Qwen3ForCausalLM.from_pretrained(path, dtype=dtype)
-    else:
-        from baselines import load_baseline
-
-        return load_baseline(path, method, tokens, dtype, device)
-    return model.to(device).eval()
 
 
 def identity(model: Any) -> dict[str, Any]:
@@ -71,15 +54,8 @@ def identity(model: Any) -> dict[str, Any]:
     return {"weights": digest.hexdigest()[:16], **fields}
 
 
-def check_limits(model: Any, sample: Sample, options: argparse.Namespace) -> None:
-    """Refuses a prompt that the model is not made for."""
-    tokens = len(sample.ids) + sample.new_tokens
-    limit = model.config.max_position_embeddings
-    if tokens > limit and not options.past_limit:
-        raise SystemExit(
-            f"--lengths: task {sample.task} has {tokens:,} tokens, the model's max_position_embeddings is {limit:,}; "
-            "choose shorter lengths, or add --past-limit to see what the method does there"
-        )
+def check_ids(model: Any, sample: Sample) -> None:
+    """Refuses the tokenizer of another model. A length is no reason: methods are there to be taken beyond theirs."""
     if int(sample.ids.max()) >= model.config.vocab_size:
         raise SystemExit(
             f"--model: the tokenizer's id {int(sample.ids.max())} is not below the model's vocab_size "
@@ -103,7 +79,7 @@ def one_cell(
     prompts, began = hashlib.sha256(), time.perf_counter()
     for number in range(options.samples):
         sample = make_sample(task, tokenizer, length, f"{options.seed}/{number}", texts, options.chat)
-        check_limits(model, sample, options)
+        check_ids(model, sample)
         prompts.update(sample.ids.numpy().tobytes())
         ids = sample.ids[None].to(model.device)
         try:
@@ -183,7 +159,6 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--chat", action=argparse.BooleanOptionalAction, help="use the chat template; if the tokenizer has one"
     )
-    parser.add_argument("--past-limit", action="store_true", help="also lengths above max_position_embeddings")
     parser.add_argument("--against", choices=METHODS, help="a second method on the same prompts, and the gate")
     parser.add_argument("--margin", type=float, default=5.0, help="points that --method may be under --against")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
@@ -271,7 +246,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def read_model(options: argparse.Namespace, method: str, length: int, dtype: torch.dtype, device: torch.device) -> Any:
     try:
-        return load_model(options.model, method, length, dtype, device)
+        return load_baseline(options.model, method, length, dtype=dtype, device=device)
     except (OSError, ValueError, ImportError) as error:
         raise SystemExit(f"--model {options.model}, method {method}: {error}") from error
 

@@ -241,7 +241,7 @@ def exact_match(
     for done in range(0, prompts, most):
         ids, answers = needle_text.make_batch(min(most, prompts - done), length, task, seed=EVALUATION_SEED + done)
         ids, answers = ids.to(model.device), answers.to(model.device)
-        made = model.generate(  # type: ignore[operator]
+        made = model.generate(
             input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=answers.shape[1]
         )[:, ids.shape[1] :]
         right = F.pad(made, (0, answers.shape[1] - made.shape[1]), value=needle_text.PAD) == answers
