@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 
 import distill
 import finetune
@@ -205,6 +206,21 @@ def test_bfloat16_computes_beside_float32_poolers(source, tmp_path, monkeypatch)
     assert {tensor.dtype for tensor in weights(tmp_path / "tuned").values()} == {torch.bfloat16}
 
 
+def test_the_precision_is_the_commands_own(source, tmp_path, monkeypatch):
+    """Whatever mixed precision a launcher's configuration names: refused, or not heeded."""
+    distill.main(arguments(source, tmp_path / "alone", "--precision", "fp32"))
+    AcceleratorState._reset_state()
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    try:
+        distill.main(arguments(source, tmp_path / "launched", "--precision", "fp32"))
+    except SystemExit as error:
+        assert "precision" in str(error)
+    else:
+        assert log_of(tmp_path / "launched") == log_of(tmp_path / "alone")
+    finally:
+        AcceleratorState._reset_state()
+
+
 def test_the_schedule():
     """Warm-up, then flat, then linear to almost nothing over the decaying share."""
     factors = [training.schedule(step, 20, 4, 0.5) for step in range(1, 21)]
@@ -287,6 +303,55 @@ def test_other_settings_are_not_resumed(source, tmp_path, monkeypatch):
         distill.main(arguments(source, out))
 
 
+def test_a_moved_output_is_resumed(source, tmp_path, monkeypatch):
+    """`--output` may differ from that of the run before, in the closing stage as well."""
+    more = ["--steps", 1, "--save-every", 1, "--closing-steps", 3]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        stopped_after(patch, "closing", 1)
+        finetune.main(arguments(source, tmp_path / "first", *more))
+    (tmp_path / "first").rename(tmp_path / "second")
+    finetune.main(arguments(source, tmp_path / "second", *more, "--resume"))
+    assert (tmp_path / "second" / "config.json").exists()
+
+
+def test_a_result_that_was_half_moved_is_finished(source, tmp_path, monkeypatch):
+    """Killed after some of the result's files were put into place, with adapters among them."""
+    pytest.importorskip("peft")
+    more = ["--steps", 2, "--save-every", 1, "--lora", 2]
+    rename = Path.rename
+
+    def killed(path, target):
+        if path.name == "config.json":
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "rename", killed)
+        finetune.main(arguments(source, tmp_path / "out", *more))
+    finetune.main(arguments(source, tmp_path / "out", *more, "--resume"))
+    assert (tmp_path / "out" / "config.json").exists()
+
+
+def test_runs_that_share_a_log_keep_their_lines(source, tmp_path):
+    more = ["--steps", 2, "--log", tmp_path / "all.jsonl"]
+    distill.main(arguments(source, tmp_path / "first", *more))
+    lines = (tmp_path / "all.jsonl").read_text()
+    try:
+        distill.main(arguments(source, tmp_path / "second", *more, "--data-seed", 1))
+    except SystemExit as error:
+        assert "--log" in str(error)
+    assert (tmp_path / "all.jsonl").read_text().startswith(lines)
+
+
+@pytest.mark.parametrize("content", ['{"loss": 1}\n', "not mine\n"])
+def test_a_log_of_something_else_is_refused(content, source, tmp_path, capsys, no_model):
+    (tmp_path / "log").write_text(content)
+    with pytest.raises(SystemExit) as error:
+        distill.main(arguments(source, tmp_path / "out", "--log", tmp_path / "log"))
+    assert "--log" in capsys.readouterr().err + str(error.value)
+    assert (tmp_path / "log").read_text() == content
+
+
 # ---- the result -----------------------------------------------------------------------------------------------------
 
 
@@ -340,6 +405,12 @@ def test_the_commands_of_the_readme(source, tmp_path):
         assert RecSAQwen3ForCausalLM.from_pretrained(places[output])
 
 
+def test_adapters_are_kept_through_the_closing_distillation(source, tmp_path):
+    pytest.importorskip("peft")
+    finetune.main(arguments(source, tmp_path / "out", "--steps", 1, "--lora", 2, "--closing-steps", 1))
+    assert (tmp_path / "out" / "adapter" / "adapter_config.json").exists()
+
+
 # ---- refusals -------------------------------------------------------------------------------------------------------
 
 
@@ -369,6 +440,11 @@ def no_model(monkeypatch):
         (finetune, ["--lora", "0"]),
         (finetune, ["--closing-steps", "-1"]),
         (finetune, ["--pooler-lr", "0"]),
+        (finetune, ["--pooler-lr", "nan"]),
+        (finetune, ["--closing-lr", "nan"]),
+        (finetune, ["--weight-decay", "nan"]),
+        (finetune, ["--distill-weight", "nan"]),
+        (finetune, ["--distill-weight", "inf"]),
     ],
     ids=lambda value: value.__name__ if hasattr(value, "__name__") else " ".join(value),
 )
@@ -429,3 +505,28 @@ def test_an_output_that_holds_something_is_refused(source, tmp_path, capsys, no_
     with pytest.raises(SystemExit):
         distill.main(arguments(source, source, "--resume"))
     assert "holds a model already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "more", [["--length", 24], ["--long-rows", "100000:0.5"]], ids=["needles of the closing stage", "long rows"]
+)
+def test_what_the_closing_stage_cannot_do_is_refused_first(more, source, tmp_path, no_model):
+    """Not after the fine-tuning."""
+    with pytest.raises(SystemExit, match="--length|--needle-kinds|--long-rows"):
+        finetune.main(arguments(source, tmp_path / "out", "--closing-steps", 2, *more))
+
+
+@pytest.mark.parametrize("more", [["--long-rows", "70:0.5"], ["--closing-lr", "0.1"]], ids=lambda value: value[0])
+def test_options_of_the_closing_stage_want_one(more, source, tmp_path, capsys, no_model):
+    with pytest.raises(SystemExit) as error:
+        finetune.main(arguments(source, tmp_path / "out", *more, "--length", 60))
+    assert "--closing-steps" in capsys.readouterr().err + str(error.value)
+
+
+def test_rows_without_a_query_are_no_distillation(source, tmp_path):
+    """Documents of which no query sees two nodes: nothing would be learnt, and the poolers' loss would read 0."""
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "w3 w4 w5"}) + "\n")
+    for more in (["--data", tmp_path / "a.jsonl", "--needles", 0, "--no-packing"], ["--long-rows", "16:0.5"]):
+        with pytest.raises(SystemExit, match="--data|--long-rows"):
+            distill.main(arguments(source, tmp_path / "out", *more))
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)

@@ -4,6 +4,7 @@ import argparse
 import json
 import random
 import re
+import signal
 import sys
 import time
 
@@ -141,6 +142,57 @@ def test_goes_on_where_it_stopped(corpus, packed):
     for rows in two:
         rows.load_state_dict(states[7])
     assert same(next(two[0]), taken[7]) and same(next(two[1]), taken[8])
+
+
+@pytest.mark.parametrize("more", [0, 500], ids=["shorter", "longer"])
+def test_a_state_belongs_to_its_text(tmp_path, draw, more):
+    """A file that was edited between a run and the one that goes on: refused by name, never read on for ever."""
+    path = tmp_path / "a.txt"
+    path.write_text(words(draw, 400))
+    options = DataOptions((str(path),), 40)
+    rows = TrainingRows(options, tiny_tokenizer())
+    for _ in range(5):
+        next(rows)
+    path.write_text(words(draw, 100 + more))
+    other = TrainingRows(options, tiny_tokenizer())
+
+    def give_up(*_):
+        pytest.fail("load_state_dict does not end")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(5)
+    try:
+        with pytest.raises(ValueError, match=r"a\.txt"):
+            other.load_state_dict(rows.state_dict())
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("record", ['{"text": null}', '{"body": "w3"}', '{"text": "w3 \\ud800"}', "w3"])
+def test_a_bad_record_does_not_end_a_run(tmp_path, draw, record):
+    """One bad record in many: refused by its number before the first row, or passed over."""
+    path = write_jsonl(tmp_path / "a.jsonl", [words(draw, 20) for _ in range(40)])
+    with open(path, "a") as file:
+        file.write(record + "\n")
+    try:
+        rows = TrainingRows(DataOptions((path,), 40), tiny_tokenizer())
+    except ValueError as error:
+        assert "record 41" in str(error)
+    else:
+        for _ in range(60):
+            next(rows)
+
+
+def test_a_suffix_counts_in_any_case(tmp_path, draw):
+    """Read as JSONL, or refused; not as a text full of braces."""
+    texts = [words(draw, 20) for _ in range(9)]
+    write_jsonl(tmp_path / "A.JSONL", texts)
+    row = next(TrainingRows(DataOptions((str(tmp_path / "A.JSONL"),), 40), tiny_tokenizer()))
+    assert tiny_tokenizer().unk_token_id not in row["input_ids"]
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "A.TXT").write_text(words(draw, 90))
+    assert next(TrainingRows(DataOptions((str(tmp_path / "texts"),), 40), tiny_tokenizer()))
 
 
 def test_other_seeds_give_other_rows_and_a_state_belongs_to_its_options(corpus):
