@@ -16,6 +16,7 @@ pooler in bfloat16 would be lost to rounding.
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
@@ -23,10 +24,11 @@ from transformers import AutoTokenizer
 
 import training
 from recsa_qwen3 import RecSAPooler, RecSAQwen3Config, RecSAQwen3ForCausalLM
-from training_files import whole_tensors, write_result
+from training_files import clear, whole_tensors, write_result
 
 TOKENS = 100_000_000
 NEEDLES = 1.0
+FIRST_STEPS = 10  # in which there must be something to learn
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -57,19 +59,20 @@ def check_distillation_arguments(parser: argparse.ArgumentParser, options: argpa
         parser.error(f"--queries / --samples: {error}")
 
 
-def distil(options: argparse.Namespace, accelerator: Accelerator, stage: str = "distill") -> None:
-    """Trains the poolers of `options.model` and writes the model to `options.output`.
+def distil(
+    options: argparse.Namespace, accelerator: Accelerator, stage: str = "distill", source: Path | None = None
+) -> None:
+    """Trains the poolers of a model and writes it to `options.output`.
 
     Args:
         options: as `parse_arguments` returns them.
         stage: what log and checkpoints call it.
+        source: what the stage before wrote; `options.model` where there is none.
     """
-    config = training.read_config(options.model)
-    check_model(options, config)
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
-    data = training.StepData(options, tokenizer, accelerator)
+    data = open_data(options, accelerator)
+    model_name = str(source or options.model)
     dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
-    model = RecSAQwen3ForCausalLM.from_pretrained(options.model, dtype=dtype).requires_grad_(False)
+    model = training.load(RecSAQwen3ForCausalLM, model_name, dtype=dtype).requires_grad_(False)
     model.config.recsa_distill_weight = 1.0
     model.config.recsa_distill_queries = options.queries
     model.config.recsa_distill_samples = options.samples
@@ -78,23 +81,52 @@ def distil(options: argparse.Namespace, accelerator: Accelerator, stage: str = "
     run = training.Run(stage, options, accelerator, model, optimizer, data, with_labels=False)
     trained = whole_tensors(run.train())
     if accelerator.is_main_process:
-        write_result(options.model, trained, options.output)
+        write_result(model_name, trained, options.output)
         print(f"written to {options.output}", flush=True)
     accelerator.wait_for_everyone()
+
+
+def open_data(options: argparse.Namespace, accelerator: Accelerator) -> training.StepData:
+    """What the steps of a distillation read; refuses what cannot be distilled, text of short documents included."""
+    config = training.read_config(options.model)
+    check_model(options, config)
+    data = training.StepData(options, training.load(AutoTokenizer, options.model), accelerator)
+    for length, _ in data.long_rows:
+        check_length("--long-rows", length, config)
+    least, begin = 2 * config.recsa_branching + 1, data.state_dict()
+    for _ in range(FIRST_STEPS):
+        longest = max(int(part["position_ids"].max()) + 1 for part in data.next_step())
+        able = torch.tensor(float(longest >= least), device=accelerator.device)
+        if accelerator.reduce(able, "sum") > 0:
+            data.load_state_dict(begin)
+            return data
+    raise SystemExit(
+        f"--data: the first {FIRST_STEPS} steps hold no document of {least} tokens; no query sees two nodes in "
+        "shorter ones, so that nothing would be learnt: use longer documents, or --needles"
+    )
 
 
 def check_model(options: argparse.Namespace, config: RecSAQwen3Config) -> None:
     """Refuses a model that has nothing to distil at this length."""
     if config.recsa_top_k is None:
         raise SystemExit(f"--model {options.model}: recsa_top_k is None, dense attention has no selection to distil")
+    check_length("--length", options.length, config)
+
+
+def check_length(option: str, length: int, config: RecSAQwen3Config) -> None:
     least = 2 * config.recsa_branching + 1
-    if options.length < least:
-        raise SystemExit(f"--length {options.length}: a query sees two nodes from {least} tokens on")
+    if length < least:
+        raise SystemExit(f"{option} {length}: a query sees two nodes from {least} tokens on")
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    distil(options, training.start(options))
+    accelerator = training.start(options)
+    if training.is_finished(options):
+        accelerator.print(f"--resume: {options.output} holds the finished model already")
+    else:
+        distil(options, accelerator)
+    clear(options.output, accelerator, "checkpoints/distill")
     return 0
 
 

@@ -1,16 +1,20 @@
 """Documents from text files, JSONL and `datasets`, as an endless stream of tokens that can be resumed anywhere.
 
-A document is tokenised in pieces as it is read, in time linear in its length, however long it is. This file knows
-neither rows nor models.
+A document is tokenised in pieces as it is read, in time linear in its length, however long it is. A local file is read
+once before: a text must be UTF-8, and a stream goes on only in files that are as they were. Records are read as their
+turn comes: the first one of a file or dataset must hold text; a later one that does not is an empty document, with a
+notice. This file knows neither rows nor models.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
 import random
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -24,6 +28,7 @@ from long_text import read_pieces, token_parts
 TEXT_SUFFIXES, JSONL_SUFFIXES = (".txt", ".md"), (".jsonl", ".ndjson")
 OTHER_SUFFIXES = (".json", ".parquet", ".csv", ".gz", ".zst", ".zip")
 SHUFFLED_AHEAD = 1000  # documents of a streamed dataset among which the next one is drawn
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -35,19 +40,53 @@ class Document:
     special: bool = True
 
 
-class Files:
+class Source:
+    """What text is taken from.
+
+    Attributes:
+        name: as messages call it.
+        digests: of local files by path, which tell whether they are the same as before.
+    """
+
+    def __init__(self, name: str, tokenizer: PreTrainedTokenizerBase, column: str, seed: int):
+        self.name, self._tokenizer, self._column, self._seed = name, tokenizer, column, seed
+        self.digests: dict[str, str] = {}
+        self._skipped = 0
+
+    def documents(self, epoch: int, begin: int) -> Iterator[Document]:
+        """The documents of an epoch from number `begin` of its order on."""
+        raise NotImplementedError
+
+    def _or_empty(self, read: Callable[..., Document], *arguments: Any) -> Document:
+        """What `read` returns; an empty document at a `ValueError`, told at the 1st, 2nd, 4th, ... one."""
+        try:
+            return read(*arguments)
+        except ValueError as error:
+            self._skipped += 1
+            if self._skipped.bit_count() == 1:
+                logger.warning("%s; skipped, %d so far", error, self._skipped)
+            return Document([])
+
+
+class Files(Source):
     """Documents of local files, in an order of their own in each epoch.
 
     A JSONL file is read once to learn where its lines begin, so that any line can be read at any time.
 
     Raises:
-        ValueError: if a JSONL file's first record holds no text, or if there is no document at all.
+        ValueError: if a text is not UTF-8, a JSONL file's first record holds no text, or there is no document at all.
     """
 
     def __init__(self, paths: Sequence[Path], tokenizer: PreTrainedTokenizerBase, column: str, seed: int):
-        self.name = str(paths[0]) if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
-        self._paths, self._tokenizer, self._column, self._seed = paths, tokenizer, column, seed
-        self._lines = [_line_starts(path) if path.suffix in JSONL_SUFFIXES else None for path in paths]
+        name = str(paths[0]) if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
+        super().__init__(name, tokenizer, column, seed)
+        self._paths = paths
+        self._lines = [_line_starts(path) if path.suffix.lower() in JSONL_SUFFIXES else None for path in paths]
+        for path, lines in zip(paths, self._lines, strict=True):
+            self.digests[str(path)] = _digest(path)
+            if lines is None:
+                for _ in _read_text(path):
+                    pass
         self._ends = array("q")  # documents in each file and all before it
         for lines in self._lines:
             self._ends.append((self._ends[-1] if self._ends else 0) + (1 if lines is None else len(lines)))
@@ -58,10 +97,9 @@ class Files:
             raise ValueError(f"--data {self.name}: no document in it, 0 tokens found")
 
     def documents(self, epoch: int, begin: int) -> Iterator[Document]:
-        """The documents of an epoch from number `begin` of its order on."""
         generator = torch.Generator().manual_seed(_seed(self._seed, epoch))
         for number in torch.randperm(self._ends[-1], generator=generator)[begin:].tolist():
-            yield self._document(number)
+            yield self._or_empty(self._document, number)
 
     def _document(self, number: int) -> Document:
         file = bisect_right(self._ends, number)
@@ -82,7 +120,7 @@ class Files:
         return _read_record(record, where, self._tokenizer, self._column)
 
 
-class Streamed:
+class Streamed(Source):
     """Documents of `name[:config][:split]` as `datasets` streams them, shuffled among `SHUFFLED_AHEAD`.
 
     Raises:
@@ -90,7 +128,7 @@ class Streamed:
     """
 
     def __init__(self, name: str, tokenizer: PreTrainedTokenizerBase, column: str, seed: int):
-        self.name, self._tokenizer, self._column, self._seed = name, tokenizer, column, seed
+        super().__init__(name, tokenizer, column, seed)
         try:
             import datasets
         except ImportError as error:
@@ -109,11 +147,12 @@ class Streamed:
         _read_record(first, name, tokenizer, column)
 
     def documents(self, epoch: int, begin: int) -> Iterator[Document]:
-        """The documents of an epoch from number `begin` of its order on; those before it are read and dropped."""
+        # those before `begin` are read and dropped
         seed = _seed(self._seed, self.name, epoch) % 2**32
         records = self._dataset.shuffle(seed=seed, buffer_size=SHUFFLED_AHEAD).skip(begin)
         for number, record in enumerate(records, begin + 1):
-            yield _read_record(record, f"{self.name}, record {number}", self._tokenizer, self._column)
+            where = f"{self.name}, document {number} of epoch {epoch}"
+            yield self._or_empty(_read_record, record, where, self._tokenizer, self._column)
 
 
 def find_files(source: str) -> list[Path]:
@@ -122,16 +161,18 @@ def find_files(source: str) -> list[Path]:
     Raises:
         ValueError: if it is written like a file but there is none, or is a file of an unknown kind.
     """
-    path = Path(source).expanduser()
+    path, known = Path(source).expanduser(), TEXT_SUFFIXES + JSONL_SUFFIXES
     if path.is_dir():
-        return sorted(p for p in path.rglob("*") if p.suffix in TEXT_SUFFIXES + JSONL_SUFFIXES and p.is_file())
+        return sorted(p for p in path.rglob("*") if p.suffix.lower() in known and p.is_file())
     if path.is_file():
-        if path.suffix in OTHER_SUFFIXES:
-            raise ValueError(f"--data {source}: {path.suffix} files are not read; save it as JSONL or plain text")
+        if path.suffix.lower() not in known:
+            raise ValueError(
+                f"--data {source}: files are read by their suffix, {', '.join(known)}; save it as JSONL or plain text"
+            )
         return [path]
     if Path(source.partition(":")[0]).expanduser().is_dir():
         return []
-    if path.suffix in TEXT_SUFFIXES + JSONL_SUFFIXES + OTHER_SUFFIXES or source.startswith((".", "/", "~")):
+    if path.suffix.lower() in known + OTHER_SUFFIXES or source.startswith((".", "/", "~")):
         raise ValueError(f"--data {source}: no such file; check the path")
     return []
 
@@ -142,22 +183,33 @@ class DocumentStream:
     A text's document ends with the tokenizer's end-of-text token, if it has one.
     """
 
-    def __init__(self, sources: Sequence[Files | Streamed], tokenizer: PreTrainedTokenizerBase):
+    def __init__(self, sources: Sequence[Source], tokenizer: PreTrainedTokenizerBase):
         self._sources, self._tokenizer = sources, tokenizer
-        self.load_state_dict({"turn": 0, "places": [[0, 0] for _ in sources], "offset": 0})
+        self._digests = {path: digest for source in sources for path, digest in source.digests.items()}
+        self.load_state_dict({"turn": 0, "places": [[0, 0] for _ in sources], "offset": 0, "digests": self._digests})
 
     def state_dict(self) -> dict[str, Any]:
-        """Whose turn it is, each source's epoch and document, and how many tokens of the present one were taken."""
-        return {"turn": self._turn, "places": [list(place) for place in self._places], "offset": self._offset}
+        """Whose turn it is, each source's epoch and document, how many tokens of the present one were taken, and which
+        files they came from."""
+        places = [list(place) for place in self._places]
+        return {"turn": self._turn, "places": places, "offset": self._offset, "digests": self._digests}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on after the token at which `state` was taken."""
+        """Goes on after the token at which `state` was taken.
+
+        Raises:
+            ValueError: the text has changed since; names the file.
+        """
+        was, now = state["digests"], self._digests
+        if changed := [path for path in was | now if was.get(path) != now.get(path)]:
+            raise ValueError(f"--data {', '.join(changed[:9])}: not the text that it was when the run began")
         self._turn, self._places = state["turn"], [list(place) for place in state["places"]]
         self._documents = [s.documents(*place) for s, place in zip(self._sources, self._places, strict=True)]
         self._offset = 0
         self._open()
         while self._offset < state["offset"]:
-            self._read(min(state["offset"] - self._offset, 2**20))
+            if not len(self._read(min(state["offset"] - self._offset, 2**20))):
+                raise ValueError(f"--data {self._sources[self._turn].name}: not the text that it was")
 
     def piece(self, most: int) -> torch.Tensor:
         """The next 1 to `most` tokens of one document, int64 `[n]`: less than `most` only at its end."""
@@ -216,9 +268,7 @@ def document_parts(tokenizer: PreTrainedTokenizerBase, document: Document) -> It
         yield [end]
 
 
-def open_sources(
-    names: Iterable[str], tokenizer: PreTrainedTokenizerBase, column: str, seed: int
-) -> list[Files | Streamed]:
+def open_sources(names: Iterable[str], tokenizer: PreTrainedTokenizerBase, column: str, seed: int) -> list[Source]:
     """The sources of documents: local files are one source together, each dataset is one of its own.
 
     Args:
@@ -230,7 +280,7 @@ def open_sources(
         ValueError: if a source cannot be read, naming it.
     """
     files: list[Path] = []
-    opened: list[Files | Streamed] = []
+    opened: list[Source] = []
     for name in names:
         if found := find_files(name):
             files += found
@@ -241,7 +291,7 @@ def open_sources(
     return opened
 
 
-def count_tokens(sources: Sequence[Files | Streamed], tokenizer: PreTrainedTokenizerBase, enough: int) -> int:
+def count_tokens(sources: Sequence[Source], tokenizer: PreTrainedTokenizerBase, enough: int) -> int:
     """The tokens of all sources, counted in each until there are `enough`.
 
     Raises:
@@ -270,26 +320,43 @@ def _line_starts(path: Path) -> array[int]:
     return starts
 
 
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=8)).hexdigest()
+
+
 def _read_text(path: Path) -> Iterator[str]:
     try:
         yield from read_pieces(str(path))
     except UnicodeDecodeError as error:
-        raise ValueError(f"--data {path}: not UTF-8 text ({error})") from error
+        bad = error.object[error.start : error.end]
+        raise ValueError(f"--data {path}: not UTF-8 text ({error.reason}: {bad!r})") from error
 
 
 def _read_record(record: dict[str, Any], where: str, tokenizer: PreTrainedTokenizerBase, column: str) -> Document:
-    """The document of a record: its text column, else its `messages` as the tokenizer's chat template writes them."""
-    text = record.get(column)
-    if isinstance(text, str):
-        return Document([text])
+    """The document of a record: its text column, else its `messages` as the tokenizer's chat template writes them.
+
+    Raises:
+        ValueError: there is no text, naming `where`.
+    """
+    text, chat = record.get(column), None
     if text is None and isinstance(record.get("messages"), list):
         if not tokenizer.chat_template:
             raise ValueError(f"--data {where}: has `messages`, but the tokenizer has no chat template")
-        return Document([tokenizer.apply_chat_template(record["messages"], tokenize=False)], special=False)
-    raise ValueError(
-        f"--data {where}: no text in column {column!r}; its columns are {', '.join(record)}: name the "
-        "right one with --text-column"
-    )
+        try:
+            text = chat = tokenizer.apply_chat_template(record["messages"], tokenize=False)
+        except Exception as error:  # a template may raise anything
+            raise ValueError(f"--data {where}: not a chat for the template ({error})") from error
+    if not isinstance(text, str):
+        raise ValueError(
+            f"--data {where}: no text in column {column!r}; its columns are {', '.join(record)}: name the "
+            "right one with --text-column"
+        )
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # half of a surrogate pair
+        raise ValueError(f"--data {where}: not Unicode text ({error.reason})") from error
+    return Document([text], special=chat is None)
 
 
 def _seed(*what: str | int) -> int:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import shutil
 from functools import partial
 from pathlib import Path
@@ -31,10 +32,11 @@ from transformers import AutoTokenizer, PreTrainedModel
 import distill
 import training
 from recsa_qwen3 import RecSAPooler, RecSAQwen3ForCausalLM
-from training_files import whole_tensors, write_result
+from training_files import clear, whole_tensors, write_result
 
 TOKENS, CLOSING_TOKENS = 460_000_000, 60_000_000
-DISTILL_WEIGHT = 0.3
+DISTILL_WEIGHT, CLOSING_LR = 0.3, 5e-3
+BEFORE = "before-closing"  # in --output, the model that the closing distillation starts from
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -53,33 +55,32 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     distill.add_distillation_arguments(parser)
     group = parser.add_argument_group("closing distillation of the poolers, the rest frozen [our decision]")
     group.add_argument("--closing-steps", type=int, default=0, help="optimizer steps; 0 = leave it to distill.py")
-    group.add_argument("--closing-lr", type=float, default=5e-3)
+    group.add_argument("--closing-lr", type=float, help=f"learning rate; {CLOSING_LR:g}")
     options = parser.parse_args(arguments)
     training.check_arguments(parser, options)
     distill.check_distillation_arguments(parser, options)
+    training.check_positive(parser, options, "distill_weight", "pooler_lr", "closing_lr")
     if options.distill_weight is not None and (options.freeze_poolers or options.lora):
         parser.error("--distill-weight moves poolers, --freeze-poolers and --lora freeze them: leave one of them out")
     if options.distill_weight is None:
         options.distill_weight = 0.0 if options.freeze_poolers or options.lora else DISTILL_WEIGHT
-    elif options.distill_weight <= 0:
-        parser.error(f"--distill-weight {options.distill_weight}: must be above 0; see --freeze-poolers")
     if options.lora is not None and options.lora < 1:
         parser.error(f"--lora {options.lora}: must be at least 1")
     if options.lora and importlib.util.find_spec("peft") is None:
         parser.error("--lora: the package peft is not installed; pip install peft")
     for name in ("closing_steps", "weight_decay"):
-        if getattr(options, name) < 0:
+        if not 0 <= getattr(options, name) < math.inf:
             parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: must be at least 0")
-    for name in ("pooler_lr", "closing_lr"):
-        if getattr(options, name) <= 0:
-            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: must be above 0")
+    if not options.closing_steps and (options.long_rows or options.closing_lr):
+        parser.error("--long-rows and --closing-lr are for the closing distillation: add --closing-steps")
+    options.closing_lr = options.closing_lr or CLOSING_LR
     return options
 
 
 def load_model(options: argparse.Namespace) -> torch.nn.Module:
     """The model with gradients for what is trained, which is float32."""
     frozen_in = torch.bfloat16 if options.lora and options.precision == "bf16" else torch.float32
-    model = RecSAQwen3ForCausalLM.from_pretrained(options.model, dtype=frozen_in)
+    model = training.load(RecSAQwen3ForCausalLM, options.model, dtype=frozen_in)
     model.config.recsa_distill_weight = options.distill_weight
     model.config.recsa_distill_queries = options.queries
     model.config.recsa_distill_samples = options.samples
@@ -124,7 +125,7 @@ def finetune(options: argparse.Namespace, accelerator: Accelerator, target: Path
     config = training.read_config(options.model)
     if not options.freeze_poolers and not options.lora or options.closing_steps:
         distill.check_model(options, config)
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    tokenizer = training.load(AutoTokenizer, options.model)
     # logits of long rows would not fit, and only poolers need them
     data = training.StepData(options, tokenizer, accelerator, long_rows=False)
     set_seed(options.seed)  # of new adapters, alike in all processes
@@ -143,17 +144,33 @@ def finetune(options: argparse.Namespace, accelerator: Accelerator, target: Path
     accelerator.wait_for_everyone()
 
 
-def closing_options(options: argparse.Namespace, model: Path) -> argparse.Namespace:
-    """The options of the closing distillation of `model`."""
-    own = {"model": str(model), "steps": options.closing_steps, "lr": options.closing_lr, "warmup": 10, "clip": None}
+def closing_options(options: argparse.Namespace) -> argparse.Namespace:
+    """The options of the closing distillation."""
+    own = {"steps": options.closing_steps, "lr": options.closing_lr, "warmup": 10, "clip": None}
     own["default_needles"] = distill.NEEDLES
     return argparse.Namespace(**{**vars(options), **own})
+
+
+def finetune_and_close(options: argparse.Namespace, accelerator: Accelerator) -> None:
+    """Fine-tunes `options.model`, distils its poolers, and writes the model to `options.output`."""
+    closing, before = closing_options(options), options.output / BEFORE
+    # a stage that is done has its config.json
+    if not (before / "config.json").exists():
+        distill.open_data(closing, accelerator)  # what the last stage cannot do is refused before the first
+        finetune(options, accelerator, before)
+    if options.lora and accelerator.is_main_process:
+        shutil.copytree(before / "adapter", options.output / "adapter", dirs_exist_ok=True)
+    distill.distil(closing, accelerator, "closing", before)
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     accelerator = training.start(options)
-    if not options.closing_steps:
+    if training.is_finished(options):
+        accelerator.print(f"--resume: {options.output} holds the finished model already")
+    elif options.closing_steps:
+        finetune_and_close(options, accelerator)
+    else:
         finetune(options, accelerator, options.output)
         if accelerator.is_main_process:
             print(
@@ -161,14 +178,7 @@ def main(arguments: list[str] | None = None) -> int:
                 f"    python scripts/distill.py --model {options.output} --output {options.output}-closed "
                 f"--tokens {CLOSING_TOKENS} ..."
             )
-        return 0
-    # a stage that is done has its config.json
-    before = options.output / "before-closing"
-    if not (before / "config.json").exists():
-        finetune(options, accelerator, before)
-    distill.distil(closing_options(options, before), accelerator, "closing")
-    if accelerator.is_main_process:
-        shutil.rmtree(before)
+    clear(options.output, accelerator, "checkpoints/finetune", "checkpoints/closing", BEFORE)
     return 0
 
 

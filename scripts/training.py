@@ -23,6 +23,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
+import document_stream
 from training_data import TrainingBatches, add_data_arguments, data_options
 
 try:
@@ -30,7 +31,7 @@ try:
 except ImportError as error:
     raise SystemExit(f"recsa_qwen3 cannot be imported ({error}); run: pip install -e . in the repository") from error
 
-from training_files import Checkpoints, Log
+from training_files import Checkpoints, Log, read_log
 
 LENGTH = 32_768  # [paper]
 # What may differ between a run and the one that goes on with it.
@@ -69,13 +70,21 @@ def add_training_arguments(
     group.add_argument("--warmup", type=int, default=warmup, help="steps in which the rate rises to --lr")
     group.add_argument("--decay", type=float, default=0.5, help="share of the steps, the last ones, in which it falls")
     group.add_argument("--clip", type=float, help="largest norm of the gradient")
-    group.add_argument("--precision", choices=("bf16", "fp32"), help="bf16 on a GPU and fp32 elsewhere if left out")
+    group.add_argument(
+        "--precision",
+        choices=("bf16", "fp32"),
+        help="bf16 on a GPU and fp32 elsewhere if left out; accelerate's own setting is not heeded",
+    )
     group.add_argument("--seed", type=int, default=0, help="of the queries, dropout and adapters")
     group = parser.add_argument_group("checkpoints and logs")
-    group.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --output, if any")
+    group.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the last checkpoint in --output, if any; nothing is done where the result is there",
+    )
     group.add_argument("--save-every", type=int, default=100, metavar="STEPS", help="steps between checkpoints")
-    group.add_argument("--keep", type=int, default=1, help="checkpoints to keep")
-    group.add_argument("--log", type=Path, help="JSON lines; OUTPUT/log.jsonl if left out")
+    group.add_argument("--keep", type=int, default=1, help="checkpoints to keep until the result is there")
+    group.add_argument("--log", type=Path, help="JSON lines, appended; OUTPUT/log.jsonl if left out")
     group.add_argument("--log-every", type=int, default=10, metavar="STEPS", help="steps between lines")
     group.add_argument(
         "--recall-every",
@@ -94,10 +103,7 @@ def check_arguments(parser: argparse.ArgumentParser, options: argparse.Namespace
         value = getattr(options, name)
         if value is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} {value}: must be at least 1")
-    for name in ("lr", "clip"):
-        value = getattr(options, name)
-        if value is not None and not (0 < value < math.inf):
-            parser.error(f"--{name} {value}: must be above 0")
+    check_positive(parser, options, "lr", "clip")
     if min(options.warmup, options.seed, options.recall_every) < 0:
         parser.error("--warmup, --seed and --recall-every must be at least 0")
     if not 0 <= options.decay <= 1:
@@ -107,20 +113,47 @@ def check_arguments(parser: argparse.ArgumentParser, options: argparse.Namespace
     if options.precision is None:
         options.precision = "bf16" if torch.cuda.is_available() and not options.cpu else "fp32"
     options.log = options.log or options.output / "log.jsonl"
-    if options.output.is_file():
-        parser.error(f"--output {options.output}: is a file")
-    if (options.output / "config.json").exists():
+    for name in ("output", "log", "tensorboard"):
+        path = getattr(options, name)
+        folders = [] if path is None else path.parents if name == "log" else [path, *path.parents]
+        for folder in folders:
+            if folder.exists() and not folder.is_dir():
+                parser.error(f"--{name} {path}: {folder} is a file, not a folder")
+    try:
+        read_log(options.log)
+    except (ValueError, OSError) as error:
+        parser.error(f"--log {options.log}: is no log of training ({error}); choose another file")
+    is_model = options.output.resolve() == Path(options.model).resolve()
+    if is_finished(options) and (is_model or not options.resume):
         parser.error(f"--output {options.output}: holds a model already; choose another folder")
     if not options.resume and options.output.exists() and any(options.output.iterdir()):
         parser.error(f"--output {options.output}: is not empty; add --resume to go on, or choose another folder")
 
 
-def read_config(source: str) -> RecSAQwen3Config:
-    """The configuration of `--model`; exits with the option's name where it is not a RecSA-Qwen3 that can learn."""
+def is_finished(options: argparse.Namespace) -> bool:
+    """Whether the result is there."""
+    return (options.output / "config.json").exists()
+
+
+def check_positive(parser: argparse.ArgumentParser, options: argparse.Namespace, *names: str) -> None:
+    """Refuses what is given of the options `names` and not a finite number above 0."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and not 0 < value < math.inf:
+            parser.error(f"--{name.replace('_', '-')} {value}: must be above 0")
+
+
+def load(kind: Any, source: str, **options: Any) -> Any:
+    """`kind.from_pretrained(source)`; exits with `--model` where that cannot be."""
     try:
-        config = AutoConfig.from_pretrained(source)
+        return kind.from_pretrained(source, **options)
     except (OSError, ValueError) as error:
         raise SystemExit(f"--model {source}: {error}") from error
+
+
+def read_config(source: str) -> RecSAQwen3Config:
+    """The configuration of `--model`; exits with the option's name where it is not a RecSA-Qwen3 that can learn."""
+    config = load(AutoConfig, source)
     if config.model_type == "qwen3":
         raise SystemExit(
             f"--model {source}: is a stock Qwen3 checkpoint, which has no poolers; convert it first:\n"
@@ -135,7 +168,9 @@ def start(options: argparse.Namespace) -> Accelerator:
     """The processes as `accelerate launch` (or torchrun, or plain Python) started them; one process else."""
     # under FSDP a layer is gathered at a time; accelerate's own default is the whole model
     os.environ.setdefault("FSDP_AUTO_WRAP_POLICY", "TRANSFORMER_BASED_WRAP")
-    accelerator = Accelerator(cpu=options.cpu)
+    # --precision says what is computed in, whatever the launcher's configuration holds
+    accelerator = Accelerator(cpu=options.cpu, mixed_precision="no")
+    document_stream.logger.disabled = not accelerator.is_main_process
     kinds = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.FSDP)
     if accelerator.distributed_type not in kinds:
         raise SystemExit(f"{accelerator.distributed_type}: not supported; launch with DDP or FSDP 2")
@@ -183,7 +218,7 @@ class StepData:
             self.batches = TrainingBatches(chosen, tokenizer, rows, rank, self.world)
         except (ValueError, OSError, ImportError) as error:
             raise SystemExit(str(error)) from error
-        self.length = chosen.length
+        self.length, self.long_rows = chosen.length, chosen.long_rows
         long = sum(share * max(rows * chosen.length // n, 1) * n for n, share in chosen.long_rows)
         ordinary = (1 - sum(share for _, share in chosen.long_rows)) * rows * chosen.length
         self.tokens_a_step = self.world * (ordinary + long)
@@ -206,7 +241,10 @@ class StepData:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.tokens = state["tokens"]
-        self.batches.load_state_dict(state["batches"])
+        try:
+            self.batches.load_state_dict(state["batches"])
+        except ValueError as error:
+            raise SystemExit(f"--resume: {error}") from error
 
 
 # ---------------------------------------------------------------------------------------------------------------------

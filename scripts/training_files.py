@@ -8,6 +8,7 @@ source with what was trained put in. Nothing here knows how a step is made.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import random
 import shutil
@@ -33,6 +34,7 @@ from recsa_qwen3 import RecSAQwen3ForCausalLM
 # one process is as good as many
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
+ROW = '{"output": '  # what each line of a log begins with
 
 
 class Checkpoints:
@@ -71,12 +73,15 @@ class Checkpoints:
         """Brings everything to where the last checkpoint was; returns its step, 0 where there is none.
 
         Raises:
-            SystemExit: the checkpoint is of other settings; names them.
+            SystemExit: the checkpoint is of other settings, which are named, or not whole.
         """
         found = sorted(self.folder.glob("step-*"))
         if not found:
             return 0
-        run = json.loads((found[-1] / "run.json").read_text())
+        try:
+            run = json.loads((found[-1] / "run.json").read_text())
+        except (OSError, ValueError) as error:
+            raise SystemExit(f"--resume: {found[-1]} is not whole ({error}); remove it to go on without") from error
         was, now = run["settings"], self.settings
         other = [name for name in sorted(was.keys() | now) if was.get(name) != now.get(name)]
         if other:
@@ -145,28 +150,67 @@ def write_result(
             shutil.copyfile(path, part / path.name)
     # where there is a config.json, everything is there
     for path in sorted(part.iterdir(), key=lambda path: path.name == "config.json"):
+        if path.is_dir():  # a run that was killed here may have left its own
+            shutil.rmtree(target / path.name, ignore_errors=True)
         path.rename(target / path.name)
     part.rmdir()
+
+
+def clear(output: Path, accelerator: Accelerator, *names: str) -> None:
+    """Removes the folders `names` of a run whose result is in `output`. Called by every process."""
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        for name in names:
+            shutil.rmtree(output / name, ignore_errors=True)
+        with contextlib.suppress(OSError):  # not there, or not empty
+            (output / "checkpoints").rmdir()
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The rows of a log, none where there is no file; half a line at the end, of a run that was killed, is left out.
+
+    Raises:
+        ValueError: the file holds something else.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    if lines and lines[-1].startswith(ROW) and not lines[-1].endswith("\n"):
+        lines.pop()
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict) or not row.keys() >= {"output", "stage", "step"}:
+            raise ValueError(f"line {number} is {line[:40]!r}")
+        rows.append(row)
+    return rows
 
 
 class Log:
     """A stage's figures on the console, as JSON lines and for TensorBoard.
 
     Args:
-        done: steps that the stage has behind it; what the file says of later ones is dropped.
+        done: steps that the stage has behind it; where it is resumed, the file's rows of later ones are dropped.
+            Those of other outputs stay: runs may share a file. All rows of OUTPUT/log.jsonl are of one.
         active: whether this process is the one that logs.
     """
 
     def __init__(self, options: argparse.Namespace, stage: str, done: int, active: bool):
-        self.active, self.stage, self.path, self.board = active, stage, options.log, None
+        self.active, self.path, self.board = active, options.log, None
+        self.owner = {"output": str(options.output), "stage": stage}
         if not active:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        lines = self.path.read_text().splitlines(keepends=True) if self.path.exists() else []
-        # a killed run may have left half a line
-        rows = [json.loads(line) for line in lines if line.endswith("\n")]
-        kept = [row for row in rows if row["stage"] != stage or row["step"] <= done]
-        self.path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        rows = read_log(self.path)
+        if options.resume:
+            shared = self.path.parent != options.output
+            rows = [
+                row
+                for row in rows
+                if row["stage"] != stage or row["step"] <= done or shared and row["output"] != self.owner["output"]
+            ]
+        self.path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         if options.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -180,9 +224,9 @@ class Log:
         """Takes one step's figures; one of them is `step`."""
         if not self.active:
             return
-        self.say(f"{self.stage}: " + ", ".join(f"{name} {value:.6g}" for name, value in row.items()))
+        self.say(f"{self.owner['stage']}: " + ", ".join(f"{name} {value:.6g}" for name, value in row.items()))
         with self.path.open("a") as file:
-            file.write(json.dumps({"stage": self.stage, **row}) + "\n")
+            file.write(json.dumps({**self.owner, **row}) + "\n")
         if self.board is not None:
             for name in row.keys() - {"step"}:
                 self.board.add_scalar(name, row[name], int(row["step"]))

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 
 import distill
 import finetune
@@ -53,9 +54,9 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def log_of(output: Path) -> list[dict]:
-    """The rows of the log without what the clock says."""
+    """The rows of the log without what the clock says and whose they are."""
     rows = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
-    assert all(row.pop("seconds") >= 0 for row in rows)
+    assert all(row.pop("seconds") >= 0 and row.pop("output") for row in rows)
     return rows
 
 
@@ -205,6 +206,19 @@ def test_bfloat16_computes_beside_float32_poolers(source, tmp_path, monkeypatch)
     assert {tensor.dtype for tensor in weights(tmp_path / "tuned").values()} == {torch.bfloat16}
 
 
+def test_the_precision_is_the_commands_own(source, tmp_path, monkeypatch):
+    """Whatever mixed precision a launcher's configuration names."""
+    more = ["--precision", "fp32", "--steps", 2]
+    distill.main(arguments(source, tmp_path / "alone", *more))
+    AcceleratorState._reset_state()
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    try:
+        distill.main(arguments(source, tmp_path / "launched", *more))
+    finally:
+        AcceleratorState._reset_state()
+    assert log_of(tmp_path / "launched") == log_of(tmp_path / "alone")
+
+
 def test_the_schedule():
     """Warm-up, then flat, then linear to almost nothing over the decaying share."""
     factors = [training.schedule(step, 20, 4, 0.5) for step in range(1, 21)]
@@ -228,24 +242,27 @@ def stopped_after(monkeypatch, stage: str, steps: int) -> None:
     monkeypatch.setattr(training.Run, "step", step)
 
 
-@pytest.mark.parametrize("steps", [1, 4, 5])
-def test_a_distillation_that_was_stopped_goes_on_to_the_bit(steps, source, tmp_path, monkeypatch):
+@pytest.mark.parametrize("steps, kept", [(1, []), (4, [2, 4]), (7, [4, 6])])
+def test_a_distillation_that_was_stopped_goes_on_to_the_bit(steps, kept, source, tmp_path, monkeypatch):
     """Uniform queries and long rows: random numbers and both streams of data go on as well."""
-    more = ["--long-rows", "150:0.5", "--save-every", 2, "--samples", 8]
+    more = ["--steps", 8, "--long-rows", "150:0.5", "--save-every", 2, "--keep", 2, "--samples", 8]
     distill.main(arguments(source, tmp_path / "whole", *more))
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         stopped_after(patch, "distill", steps)
         distill.main(arguments(source, tmp_path / "parts", *more))
+    checkpoints = sorted(path.name for path in (tmp_path / "parts").glob("checkpoints/distill/*"))
+    assert checkpoints == [f"step-{step:07d}" for step in kept]
     torch.manual_seed(1)
     distill.main(arguments(source, tmp_path / "parts", *more, "--resume"))
     assert not changed(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
     assert log_of(tmp_path / "whole") == log_of(tmp_path / "parts")
-    assert [path.name for path in (tmp_path / "parts" / "checkpoints" / "distill").iterdir()] == ["step-0000004"]
+    assert not (tmp_path / "parts" / "checkpoints").exists()
 
 
 @pytest.mark.parametrize("stage", ["finetune", "closing"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_finetuning_that_was_stopped_goes_on_to_the_bit(way, stage, source, tmp_path, monkeypatch):
+    """In a folder that was moved, with its log; adapters are kept through the closing distillation."""
     if way == "lora":
         pytest.importorskip("peft")
     more = [*WAYS[way], "--steps", 4, "--save-every", 2, "--samples", 8, "--closing-steps", 4, "--lr", 1e-3]
@@ -253,16 +270,18 @@ def test_a_finetuning_that_was_stopped_goes_on_to_the_bit(way, stage, source, tm
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         stopped_after(patch, stage, 3)
         finetune.main(arguments(source, tmp_path / "parts", *more))
-    finetune.main(arguments(source, tmp_path / "parts", *more, "--resume"))
-    assert not changed(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
-    assert log_of(tmp_path / "whole") == log_of(tmp_path / "parts")
+    (tmp_path / "parts").rename(tmp_path / "moved")
+    finetune.main(arguments(source, tmp_path / "moved", *more, "--resume"))
+    assert not changed(weights(tmp_path / "whole"), weights(tmp_path / "moved"))
+    assert log_of(tmp_path / "whole") == log_of(tmp_path / "moved")
+    assert (tmp_path / "moved" / "adapter" / "adapter_config.json").exists() == (way == "lora")
 
 
 def test_a_killed_process_goes_on_to_the_bit(source, tmp_path):
     """The plain command, ended by SIGKILL once there is a checkpoint."""
     command = [sys.executable, str(ROOT / "scripts" / "distill.py")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    more = ["--steps", 60, "--save-every", 5, "--keep", 2, "--samples", 8]
+    more = ["--steps", 60, "--save-every", 5, "--samples", 8]
     process = subprocess.Popen([*command, *arguments(source, tmp_path / "parts", *more)], env=environment)
     checkpoints, until = tmp_path / "parts" / "checkpoints" / "distill", time.monotonic() + 120
     while not list(checkpoints.glob("step-*")) and process.poll() is None and time.monotonic() < until:
@@ -273,7 +292,6 @@ def test_a_killed_process_goes_on_to_the_bit(source, tmp_path):
     distill.main(arguments(source, tmp_path / "whole", *more))
     assert not changed(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
     assert log_of(tmp_path / "whole") == log_of(tmp_path / "parts")
-    assert len(list(checkpoints.iterdir())) == 2
 
 
 def test_other_settings_are_not_resumed(source, tmp_path, monkeypatch):
@@ -285,6 +303,62 @@ def test_other_settings_are_not_resumed(source, tmp_path, monkeypatch):
         distill.main(arguments(source, out, "--resume", "--lr", 0.1))
     with pytest.raises(SystemExit):
         distill.main(arguments(source, out))
+    (out / "checkpoints" / "distill" / "step-0000002" / "run.json").unlink()
+    with pytest.raises(SystemExit, match="step-0000002 is not whole"):
+        distill.main(arguments(source, out, "--resume"))
+
+
+def test_other_text_is_not_resumed(source, tmp_path, monkeypatch):
+    text = tmp_path / "a.txt"
+    shutil.copy(source.parent / "text.txt", text)
+    more = ["--save-every", 1, "--data", text]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        stopped_after(patch, "distill", 2)
+        distill.main(arguments(source, tmp_path / "out", *more))
+    text.write_text(text.read_text() + " w7")
+    with pytest.raises(SystemExit, match="--resume: --data .*a.txt"):
+        distill.main(arguments(source, tmp_path / "out", *more, "--resume"))
+
+
+def test_a_result_that_was_half_moved_is_finished(source, tmp_path, monkeypatch, capsys):
+    """Killed between the result's files, adapters among them, then before it was cleared up; at last nothing is left
+    to do."""
+    pytest.importorskip("peft")
+    more = ["--steps", 1, "--lora", 2, "--closing-steps", 1]
+    rename = Path.rename
+
+    def killed(path, target):
+        if path.name == "config.json":
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "rename", killed)
+        finetune.main(arguments(source, tmp_path / "out", *more))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(finetune, "clear", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        finetune.main(arguments(source, tmp_path / "out", *more, "--resume"))
+    files = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"config.json", "adapter", "before-closing"} < files
+    assert finetune.main(arguments(source, tmp_path / "out", *more, "--resume")) == 0
+    assert "holds the finished model already" in capsys.readouterr().out
+    assert {path.name for path in (tmp_path / "out").iterdir()} == files - {"before-closing", "checkpoints"}
+
+
+def test_runs_that_share_a_log_keep_their_lines(source, tmp_path, monkeypatch):
+    log = tmp_path / "all.jsonl"
+    more = ["--steps", 3, "--save-every", 1, "--log", log]
+    distill.main(arguments(source, tmp_path / "first", *more))
+    lines = log.read_text()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        stopped_after(patch, "distill", 2)
+        distill.main(arguments(source, tmp_path / "second", *more, "--save-every", 2, "--log-every", 2))
+    with log.open("a") as file:
+        file.write(lines[:30])  # half a line
+    distill.main(arguments(source, tmp_path / "second", *more, "--save-every", 2, "--resume"))
+    assert log.read_text().startswith(lines)
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [row["step"] for row in rows if row["output"] == str(tmp_path / "second")] == [1, 2, 3]
 
 
 # ---- the result -----------------------------------------------------------------------------------------------------
@@ -368,7 +442,12 @@ def no_model(monkeypatch):
         (finetune, ["--distill-weight", "0.3", "--freeze-poolers"]),
         (finetune, ["--lora", "0"]),
         (finetune, ["--closing-steps", "-1"]),
-        (finetune, ["--pooler-lr", "0"]),
+        (finetune, ["--pooler-lr", "nan"]),
+        (finetune, ["--closing-lr", "nan", "--closing-steps", "1"]),
+        (finetune, ["--weight-decay", "nan"]),
+        (finetune, ["--distill-weight", "inf"]),
+        (finetune, ["--long-rows", "140:0.5"]),
+        (finetune, ["--closing-lr", "0.1"]),
     ],
     ids=lambda value: value.__name__ if hasattr(value, "__name__") else " ".join(value),
 )
@@ -415,9 +494,49 @@ def test_data_that_cannot_be_read_are_refused_by_name(command, source, tmp_path,
         command.main(arguments(source, out, "--data", tmp_path / "nowhere.txt"))
     with pytest.raises(SystemExit, match="--data: .*--length"):
         command.main(arguments(source, out, "--length", 100_000))
-    with pytest.raises(SystemExit, match="--long-rows"):
-        command.main(arguments(source, out, "--long-rows", "140"))
     assert not out.exists()
+
+
+@pytest.mark.parametrize("command, closing", [(distill, []), (finetune, ["--closing-steps", 2])])
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        (["--long-rows", "140"], "--long-rows"),
+        (["--long-rows", "100000:0.5"], "--data: .* one row of 100,000"),
+        (["--length", 24, "--needles", 1], "--needle-kinds"),
+        (["--long-rows", "16:0.5", "--needles", 0], "--long-rows 16: a query sees two nodes from 17"),
+        (["--no-packing", "--needles", 0], "--data: .* no document of 17 tokens"),
+    ],
+)
+def test_what_cannot_be_distilled_is_refused_first(command, closing, more, message, source, tmp_path, no_model):
+    """Before fine-tuning too, where the distillation comes after it."""
+    model = tmp_path / "model"
+    shutil.copytree(source, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "recsa_branching": 8, "recsa_top_capacity": 32}))
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "w3 w4 w5"}) + "\n")
+    data = ["--data", tmp_path / "a.jsonl"] if "--no-packing" in more else []
+    with pytest.raises(SystemExit, match=message):
+        command.main(arguments(source, tmp_path / "out", *closing, *more, *data, model=model))
+
+
+@pytest.mark.parametrize("absent", ["model.safetensors", "tokenizer*"])
+def test_a_model_that_is_not_whole_is_refused_by_name(absent, source, tmp_path):
+    shutil.copytree(source, tmp_path / "model", ignore=shutil.ignore_patterns(absent))
+    for command in (distill, finetune):
+        with pytest.raises(SystemExit, match=f"--model {tmp_path / 'model'}"):
+            command.main(arguments(source, tmp_path / "out", model=tmp_path / "model"))
+
+
+@pytest.mark.parametrize("content", ['{"loss": 1}\n', "not mine"])
+def test_paths_that_hold_something_else_are_refused(content, source, tmp_path, capsys, no_model):
+    file = tmp_path / "file"
+    file.write_text(content)
+    for more in (["--log", file], ["--log", tmp_path], ["--log", file / "log"], ["--output", file / "out"]):
+        with pytest.raises(SystemExit):
+            distill.main(arguments(source, tmp_path / "out", *more))
+        assert f"{more[0]} {more[1]}: " in capsys.readouterr().err
+    assert file.read_text() == content
 
 
 def test_an_output_that_holds_something_is_refused(source, tmp_path, capsys, no_model):

@@ -143,6 +143,51 @@ def test_goes_on_where_it_stopped(corpus, packed):
     assert same(next(two[0]), taken[7]) and same(next(two[1]), taken[8])
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_a_state_belongs_to_its_text(name, tmp_path, draw):
+    """A file that was edited between a run and the one that goes on: refused by name, never read on for ever."""
+    texts = [words(draw, 200), words(draw, 200)]
+    write = {"a.txt": lambda path, texts: path.write_text(" ".join(texts)), "a.jsonl": write_jsonl}[name]
+    write(tmp_path / name, texts)
+    options = DataOptions((str(tmp_path / name),), 40)
+    rows = TrainingRows(options, tiny_tokenizer())
+    for _ in range(6):
+        next(rows)
+    for other in (texts[:1], texts[::-1]):
+        write(tmp_path / name, other)
+        with pytest.raises(ValueError, match=re.escape(name)):
+            TrainingRows(options, tiny_tokenizer()).load_state_dict(rows.state_dict())
+
+
+def test_records_without_text_are_skipped_with_a_notice(tmp_path, draw, caplog):
+    """The rows are those of the other records, from any state on; the notice names file and record."""
+    texts = [words(draw, 20) for _ in range(8)]
+    path = tmp_path / "a.jsonl"
+    write_jsonl(path, texts)
+    bad = ['{"text": null}', '{"body": "w3"}', '{"text": "w3 \\ud800"}', "w3", b'{"text": "\xff"}']
+    with path.open("ab") as file:
+        file.writelines((line if isinstance(line, bytes) else line.encode()) + b"\n" for line in bad)
+    rows = TrainingRows(DataOptions((str(path),), 21), tiny_tokenizer())
+    # 20 words, end of text; the second epoch has another order
+    states, taken = zip(*[(rows.state_dict(), next(rows)) for _ in range(16)], strict=True)
+    expected = sorted([*tiny_tokenizer()(text).input_ids, 1] for text in texts)
+    for epoch in (taken[:8], taken[8:]):
+        assert sorted(documents_of({k: torch.cat([r[k] for r in epoch]) for k in epoch[0]})) == expected
+    assert re.search(r"a\.jsonl, record (9|1[0-3]): .*skipped, 1 so far", caplog.text)
+    other = TrainingRows(DataOptions((str(path),), 21), tiny_tokenizer())
+    other.load_state_dict(states[9])
+    assert same(next(other), taken[9])
+
+
+def test_a_suffix_counts_in_any_case(tmp_path, draw):
+    text = words(draw, 90)
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "A.TXT").write_text(text)
+    write_jsonl(tmp_path / "A.JSONL", [text])
+    rows = [next(TrainingRows(DataOptions((str(tmp_path / n),), 40), tiny_tokenizer())) for n in ("A.JSONL", "texts")]
+    assert same(*rows)
+
+
 def test_other_seeds_give_other_rows_and_a_state_belongs_to_its_options(corpus):
     tokenizer = tiny_tokenizer()
     rows = TrainingRows(DataOptions(corpus[0], 40), tokenizer)
@@ -493,7 +538,8 @@ def test_impossible_options_are_refused(changes, message):
         ("w3 w4", "a.jsonl", "record 1: not a line of JSON"),
         ("[1]", "a.jsonl", "record 1: expected an object"),
         ("{}", "a.json", "save it as JSONL"),
-        (b"\xff\xfe", "a.txt", "not UTF-8"),
+        ("w3", "a.tsv", "save it as JSONL"),
+        (b"w3 " * 2**20 + b"\xff\xfe", "a.txt", "a.txt: not UTF-8"),
     ],
 )
 def test_unreadable_sources_are_refused_before_the_first_row(tmp_path, content, name, message):
