@@ -127,6 +127,7 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         distil(options, accelerator)
     clear(options.output, accelerator, "checkpoints/distill")
+    accelerator.end_training()
     return 0
 
 

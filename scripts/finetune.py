@@ -179,6 +179,7 @@ def main(arguments: list[str] | None = None) -> int:
                 f"--tokens {CLOSING_TOKENS} ..."
             )
     clear(options.output, accelerator, "checkpoints/finetune", "checkpoints/closing", BEFORE)
+    accelerator.end_training()
     return 0
 
 

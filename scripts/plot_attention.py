@@ -82,7 +82,8 @@ def draw(found: dict[int, list[tuple[int, int, str]]], title: str, path: Path, m
         panel.axvline(marked, color="#c0392b", linewidth=1)
     panel.set(title=title, xlabel="position", ylabel="level", yticks=list(found))
     panel.set_xlim(0, found[0][-1][0] + 1)
-    panel.legend(handles=[Patch(color=colour, label=kind) for kind, colour in COLOURS.items()], loc="upper left", bbox_to_anchor=(1, 1))
+    patches = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items()]
+    panel.legend(handles=patches, loc="upper left", bbox_to_anchor=(1, 1))
     figure.savefig(path, dpi=120)
 
 
