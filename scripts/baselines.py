@@ -14,10 +14,12 @@ This file knows no task and measures nothing.
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import math
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -107,6 +109,22 @@ def load_baseline(
         config.dual_chunks = dual_chunks(trained, tokens, **options)._asdict()
         model_class = DualChunkQwen3ForCausalLM
     return _load_weights(model_class, path, config, dtype).to(device).eval()
+
+
+def checkpoint_digest(path: str | os.PathLike[str]) -> str:
+    """Tells checkpoints apart, whatever their folders are called: 16 hex digits of configuration and weights.
+
+    A Hub id stands for itself.
+    """
+    folder, digest = Path(path), hashlib.sha256()
+    if not folder.is_dir():
+        return str(path)
+    for file in sorted([*folder.glob("config.json"), *folder.glob("*.safetensors")]):
+        digest.update(file.name.encode())
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 24):
+                digest.update(block)
+    return digest.hexdigest()[:16]
 
 
 def _check_count(name: str, value: Any) -> None:

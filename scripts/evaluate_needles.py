@@ -13,7 +13,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ import torch
 from transformers.utils import logging
 
 import needle_text
-from baselines import METHODS, load_baseline
+from baselines import METHODS, checkpoint_digest, load_baseline
 from ruler.metric import wilson_interval
 from train_small import exact_match
 
@@ -68,18 +68,19 @@ def fill(
 
     A cell is begun where the time up to `until` (of the monotonic clock) is enough for twice what is foreseen.
     """
-    done = {(row["model"], row["method"], row["task"], row["length"], row["prompts"]) for row in rows}
+    done = {tuple(row[name] for name in ("checkpoint", *Cell._fields)) for row in rows}
+    digest = lru_cache(checkpoint_digest)
     for cell in cells:
         named = cell._replace(model=Path(cell.model).name)
-        if tuple(named) in done:
+        if (digest(cell.model), *named) in done:
             continue
         if time.monotonic() + 2 * foreseen(named, rows) > until:
             return False
-        row = {**named._asdict(), **measure(cell, dtype, device)}
+        row = {**named._asdict(), "checkpoint": digest(cell.model), **measure(cell, dtype, device)}
         rows.append(row)
         print(
             f"{named.model} {cell.method} {cell.task} {cell.length:,}: {row['exact']} of {cell.prompts} "
-            f"({row['low']:.0%} to {row['high']:.0%}), {row['seconds']} s",
+            f"(95 %: {row['low']:.0%} to {row['high']:.0%}), {row['seconds']} s",
             flush=True,
         )
         write()
@@ -136,6 +137,7 @@ def write_report(report: dict[str, Any], output: Path) -> None:
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     device = torch.device(options.device)
     report = open_report(arguments, "scripts/evaluate_needles.py", options.output, device)
     rows = report.setdefault("cells", [])

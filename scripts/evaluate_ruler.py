@@ -27,10 +27,10 @@ from typing import Any
 
 import bench_inference as bench  # first: it says whether Triton is interpreted  # isort: skip
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from baselines import METHODS, load_baseline
+from baselines import METHODS, checkpoint_digest, load_baseline
 from ruler import HAYSTACKS, TASKS, Sample, Texts, make_sample, missing_text, score, wilson_interval
 
 HOW = {
@@ -44,18 +44,16 @@ HOW = {
 }
 
 
-def identity(model: Any) -> dict[str, Any]:
-    """What tells whether results belong to this model: its RecSA fields, and a digest of its weights."""
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        digest.update(name.encode())
-        digest.update(parameter.detach().flatten()[:64].float().cpu().numpy().tobytes())
-    fields = {name: value for name, value in vars(model.config).items() if name.startswith("recsa_")}
-    return {"weights": digest.hexdigest()[:16], **fields}
-
-
-def check_ids(model: Any, sample: Sample) -> None:
-    """Refuses the tokenizer of another model. A length is no reason: methods are there to be taken beyond theirs."""
+def check_sample(model: Any, tokenizer: PreTrainedTokenizerBase, sample: Sample) -> None:
+    """Refuses the tokenizer of another model, or of another world. A length is no reason: methods are there to be
+    taken beyond theirs."""
+    unknown = tokenizer.unk_token_id
+    for reference in sample.references:
+        if unknown is not None and unknown in tokenizer(reference, add_special_tokens=False).input_ids:
+            raise SystemExit(
+                f"--model: the tokenizer cannot write the answer {reference!r} of task {sample.task} (it becomes "
+                f"{tokenizer.unk_token!r}); RULER needs a tokenizer of English text and numbers"
+            )
     if int(sample.ids.max()) >= model.config.vocab_size:
         raise SystemExit(
             f"--model: the tokenizer's id {int(sample.ids.max())} is not below the model's vocab_size "
@@ -79,7 +77,7 @@ def one_cell(
     prompts, began = hashlib.sha256(), time.perf_counter()
     for number in range(options.samples):
         sample = make_sample(task, tokenizer, length, f"{options.seed}/{number}", texts, options.chat)
-        check_ids(model, sample)
+        check_sample(model, tokenizer, sample)
         prompts.update(sample.ids.numpy().tobytes())
         ids = sample.ids[None].to(model.device)
         try:
@@ -116,7 +114,8 @@ def one_cell(
 def gate(cells: list[dict[str, Any]], method: str, against: str, margin: float) -> tuple[list[str], int]:
     """What is more than `margin` points under `against`, in words, and how many cells were judged.
 
-    Tasks of several hops and counts are apart: printed, never judged.
+    Tasks of several hops and counts are apart: printed, never judged. A cell in which `against` scores nothing is not
+    counted.
     """
     found = {(cell["method"], cell["task"], cell["length"]): cell for cell in cells}
     failures, judged = [], 0
@@ -130,9 +129,9 @@ def gate(cells: list[dict[str, Any]], method: str, against: str, margin: float) 
         difference = cell["score"] - other["score"]
         line = f"{task} at {length:,}: {cell['score']:.1f} - {other['score']:.1f} = {difference:+.1f}"
         if TASKS[task].counting:
-            print(f"  {line} (not judged)")
+            print(f"  {line} (several hops or counts: not judged)")
             continue
-        judged += 1
+        judged += other["score"] > 0  # where both know nothing, nothing is shown
         print(f"  {line}")
         if difference < -margin:
             failures.append(line)
@@ -182,7 +181,7 @@ def main(arguments: list[str] | None = None) -> int:
     dtype = automatic if options.dtype == "auto" else getattr(torch, options.dtype)
     try:
         texts = Texts.read(options.haystack, options.essays, options.squad, options.hotpotqa)
-        tokenizer = AutoTokenizer.from_pretrained(options.model)
+        config, tokenizer = AutoConfig.from_pretrained(options.model), AutoTokenizer.from_pretrained(options.model)
     except (ValueError, OSError) as error:
         raise SystemExit(str(error) if str(error).startswith("--") else f"--model {options.model}: {error}") from error
     if options.chat is None:
@@ -198,6 +197,8 @@ def main(arguments: list[str] | None = None) -> int:
 
     settings = {
         "model": Path(options.model).name if Path(options.model).exists() else options.model,
+        "checkpoint": checkpoint_digest(options.model),
+        "recsa": {name: value for name, value in vars(config).items() if name.startswith("recsa_")},
         "seed": options.seed,
         "samples": options.samples,
         "chat": options.chat,
@@ -215,9 +216,6 @@ def main(arguments: list[str] | None = None) -> int:
             if done.issuperset(tasks):
                 continue
             model = read_model(options, method, length, dtype, device)
-            found = json.loads(json.dumps(identity(model)))
-            if report["models"].setdefault(method, found) != found:
-                raise SystemExit(f"--output {options.output}: holds results of another --model; choose another file")
             for task in (task for task in tasks if task not in done):
                 cell: dict[str, Any] = {"method": method, "task": task, "length": length}
                 try:
@@ -240,7 +238,7 @@ def main(arguments: list[str] | None = None) -> int:
     for line in failures:
         print(f"FAILED {line}, margin {options.margin}")
     if not judged:
-        print("FAILED: no task was left to judge; give the texts that the skipped ones need")
+        print(f"FAILED: no task was left to judge; {options.against} answers none, or texts are missing")
     return int(bool(failures) or not judged)
 
 
@@ -274,7 +272,7 @@ def open_report(
     given = [Path(text).name if text == str(output) else text for text in given]
     run = SimpleNamespace(dtype=dtype, shape=settings["model"])
     report = bench.provenance("scripts/evaluate_ruler.py", given, output, run)
-    return report | {"how": HOW, "settings": settings, "models": {}, "cells": []}
+    return report | {"how": HOW, "settings": settings, "cells": []}
 
 
 def write(output: Path, report: dict[str, Any]) -> None:

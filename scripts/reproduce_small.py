@@ -152,6 +152,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     until = time.monotonic() + 60 * options.minutes
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     device = torch.device("cuda" if torch.cuda.is_available() and not options.cpu else "cpu")
     size = SIZES["tiny" if options.tiny else "small"]
     output = options.output / "reproduce_small.json"

@@ -297,6 +297,12 @@ class Run:
         done = self.checkpoints.load(*state) if options.resume else 0
         log = Log(options, self.name, done, self.accelerator.is_main_process)
         log.say(f"{self.name}: {self.steps} steps, {done} of them done; {self.accelerator.num_processes} process(es)")
+        longest = max(self.options.length, *(length for length, _ in self.data.long_rows), 1)
+        if options.recall_every and not self.geometry.depth(longest - 1):
+            log.say(
+                f"{self.name}: no needle recall, since no row is longer than M = {self.geometry.top_capacity} tokens, "
+                "up to which attention is dense"
+            )
         began = time.perf_counter()
         for step in range(done + 1, self.steps + 1):
             figures = self.step(step)

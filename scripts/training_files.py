@@ -145,6 +145,8 @@ def write_result(
         model = result.merge_and_unload().to(stored)
     model.save_pretrained(part)
     AutoTokenizer.from_pretrained(source).save_pretrained(part)
+    for path in part.rglob("*.safetensors"):  # safetensors writes for the owner alone
+        path.chmod((part / "config.json").stat().st_mode)
     for pattern in ("LICENSE*", "NOTICE*"):
         for path in Path(source).glob(pattern):
             shutil.copyfile(path, part / path.name)

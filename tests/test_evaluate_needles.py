@@ -67,6 +67,15 @@ def test_the_command(converted, tmp_path, capsys):
     again = json.loads(output.read_text())["cells"]
     assert again[:4] == report["cells"] and [row["task"] for row in again[4:]] == ["lookalike"] * 4
     assert "needle" not in capsys.readouterr().out
+    # other weights in a folder of the same name
+    other = AutoModelForCausalLM.from_pretrained(converted)
+    with torch.no_grad():
+        other.lm_head.weight.zero_()
+    other.save_pretrained(tmp_path / "other" / converted.name)
+    options[1] = str(tmp_path / "other" / converted.name)
+    assert evaluate_needles.main(options) == 0
+    report = json.loads(output.read_text())
+    assert len(report["cells"]) == 12 and [row["exact"] for row in report["cells"][8:]] == [0] * 4
     for wrong in (["--lengths", "15"], ["--prompts", "0"]):
         with pytest.raises(SystemExit):
             evaluate_needles.main([*options, *wrong])

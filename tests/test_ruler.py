@@ -11,11 +11,17 @@ from functools import cache
 import pytest
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 import evaluate_ruler
 import needle_text
-from conftest import tiny_model
+from conftest import ROOT, tiny_model
 from ruler import TASKS, Texts, make_sample, missing_text, score, wilson_interval
 from ruler.haystacks import NOISE, PAIRS, plain_sentences
 
@@ -385,7 +391,7 @@ def test_the_command_runs_resumes_and_says_what_it_skips(checkpoint, sources, tm
         assert 1200 < fewest + cell["new_tokens"] <= most + cell["new_tokens"] <= 1300
         assert cell["backend"] == "reference" and 0 <= cell["cut_off"] <= 2 and cell["samples"] == 2
         assert cell["interval"][0] <= cell["score"] <= cell["interval"][1]
-    assert report["models"]["recsa"]["recsa_top_k"] == 4 and report["settings"]["haystack"] == "essays"
+    assert report["settings"]["recsa"]["recsa_top_k"] == 4 and report["settings"]["haystack"] == "essays"
 
     made = []
     before = evaluate_ruler.one_cell
@@ -395,6 +401,13 @@ def test_the_command_runs_resumes_and_says_what_it_skips(checkpoint, sources, tm
     assert made == [("niah_single_1", 1400), ("vt", 1400)]
     again = json.loads(output.read_text())
     assert again["cells"][:2] == report["cells"] and len(again["cells"]) == 4
+    other = AutoModelForCausalLM.from_pretrained(checkpoint)
+    with torch.no_grad():
+        other.lm_head.weight.add_(1.0)
+    other.save_pretrained(tmp_path / checkpoint.name)
+    AutoTokenizer.from_pretrained(checkpoint).save_pretrained(tmp_path / checkpoint.name)
+    with pytest.raises(SystemExit, match="other settings .checkpoint: "):  # all cells are there
+        run(tmp_path / checkpoint.name, output, *some)
     with pytest.raises(SystemExit, match="other settings .seed: 0 there, 1 now"):
         run(checkpoint, output, "--seed", "1", "--tasks", "fwe")
 
@@ -432,7 +445,8 @@ def test_answers_are_scored_and_those_cut_off_are_counted(checkpoint, tmp_path, 
 def test_the_gate_compares_two_methods_on_the_same_prompts(checkpoint, tmp_path, capsys, monkeypatch):
     output = tmp_path / "out.json"
     options = ["--tasks", "niah_single_1", "vt", "--against", "dense", "--margin", "10"]
-    assert run(checkpoint, output, *options) == 0  # random answers: both are wrong
+    assert run(checkpoint, output, *options) == 1  # random answers: both are wrong, so nothing is shown
+    assert "no task was left to judge; dense answers none" in capsys.readouterr().out
     report = json.loads(output.read_text())
     one, two = (
         {c["task"]: c["prompts"] for c in report["cells"] if c["method"] == method} for method in ("recsa", "dense")
@@ -446,6 +460,7 @@ def test_the_gate_compares_two_methods_on_the_same_prompts(checkpoint, tmp_path,
         output.write_text(json.dumps(report))
 
     change("vt", "dense", 100.0)
+    change("niah_single_1", "dense", 5.0)
     assert run(checkpoint, output, *options) == 0  # counted apart
     assert "vt at 1,300" in capsys.readouterr().out
     change("niah_single_1", "dense", 50.0)
@@ -468,6 +483,13 @@ def test_a_stock_checkpoint_is_evaluated_dense(tmp_path):
     assert run(tmp_path / "stock", tmp_path / "out.json", *more) == 0
     # beyond its own length too
     assert run(tmp_path / "stock", tmp_path / "long.json", *more, "--lengths", "1300") == 0
+
+
+def test_a_tokenizer_without_the_words_is_refused(tmp_path):
+    """Each prompt would be a row of unknown words, and each answer wrong."""
+    folder = ROOT / "models" / "small-dense"
+    with pytest.raises(SystemExit, match="cannot write the answer .* of task niah_single_1 .*<unk>"):
+        run(folder, tmp_path / "out.json", "--method", "dense", "--tasks", "niah_single_1")
 
 
 def test_impossible_options_are_refused_by_name(checkpoint, tmp_path, capsys):

@@ -137,7 +137,7 @@ def test_steps_follow_from_tokens(source, tmp_path):
     assert distill.TOKENS + finetune.TOKENS + finetune.CLOSING_TOKENS == 620_000_000
 
 
-def test_needle_recall_is_logged(source, tmp_path, monkeypatch):
+def test_needle_recall_is_logged(source, tmp_path, monkeypatch, capsys):
     """Every so many steps and at the end: the share over all layers in a row of that step, of the model after it."""
     original, expected = training.Run.recall, []
 
@@ -160,6 +160,10 @@ def test_needle_recall_is_logged(source, tmp_path, monkeypatch):
     assert found == [pytest.approx(one, abs=1e-6) for one in expected] and found[0]["reach"] < 1
     distill.main(arguments(source, tmp_path / "none", "--recall-every", 0))
     assert not any("reach" in row for row in log_of(tmp_path / "none"))
+    assert "no needle recall" not in capsys.readouterr().out
+    monkeypatch.undo()
+    distill.main(arguments(source, tmp_path / "dense", "--length", 16, "--needles", 0, "--steps", 1))
+    assert "no needle recall, since no row is longer than M = 16" in capsys.readouterr().out
 
 
 def test_the_queries_of_needle_recall():

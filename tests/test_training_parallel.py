@@ -46,7 +46,7 @@ class FixedRows:
 
     def __init__(self, rows: dict[str, torch.Tensor], rank: int, world: int):
         self.parts = [{k: v[i : i + 1] for k, v in rows.items()} for i in range(rank, ROWS, world)]
-        self.tokens = 0
+        self.tokens, self.long_rows = 0, ()
 
     def next_step(self):
         self.tokens += ROWS * LENGTH
@@ -83,7 +83,7 @@ def train(folder: Path, way: str, accelerator, resume: bool = False) -> tuple[di
     options = SimpleNamespace(
         output=folder / f"{way}-{accelerator.distributed_type.value}", steps=STEPS, clip=None, warmup=0,
         decay=0.0, seed=0, keep=1, resume=resume, save_every=2, log_every=1, tensorboard=None, log=folder / "log",
-        recall_every=2,
+        recall_every=2, length=LENGTH,
     )  # fmt: skip
     data = FixedRows(torch.load(folder / "rows.pt"), accelerator.process_index, world)
     run = training.Run(way, options, accelerator, model, optimizer, data, with_labels=way == "finetune")
