@@ -41,7 +41,7 @@ from .float8_recsa_qwen3 import pack  # noqa: F401
 from .memory_recsa_qwen3 import free_bytes  # noqa: F401
 from .progress_recsa_qwen3 import reading
 from .recall_recsa_qwen3 import needle_recall
-from .rows_recsa_qwen3 import Rows, rows_of_batch
+from .rows_recsa_qwen3 import PendingRows, Rows
 from .sampling_recsa_qwen3 import SampledQueries, draw_queries
 from .trace_recsa_qwen3 import RecSATrace, recsa_trace
 from .tree_recsa_qwen3 import RecSAPooler, TreeGeometry, build_levels
@@ -461,8 +461,16 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
             raise ValueError(
                 "seq_idx: packed documents are read from position_ids or cu_seq_lens_q; pass one of them."
             )
+        trace: RecSATrace | None = self.layers[0].self_attn.trace  # type: ignore[assignment]
+        inside = bool(output_attentions or output_hidden_states or trace is not None)
         history = cache.history if cache is not None else None
-        rows = rows_of_batch(batch, width, attention_mask, position_ids, kwargs.get("cu_seq_lens_q"), history)
+        pending = PendingRows(batch, width, attention_mask, position_ids, kwargs.get("cu_seq_lens_q"), history)
+        replayed = None
+        if width == 1 and cache is not None and cache.step is not None:
+            # the device computes the token while the host reads which rows it belongs to; `_step` says if it counts
+            states = source if input_ids is None else self.embed_tokens(source)
+            replayed = self._replay(states, cache) if self._takes_step(states, cache, inside) else None
+        rows = pending.read()
         packed = len(rows.starts) != batch
         if packed and cache is not None:
             raise ValueError("position_ids: packed documents cannot be kept in a cache; pass cache=None.")
@@ -478,7 +486,6 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
                     "output_attentions: where poolers alone learn, attention is their dense teacher's, without "
                     "matrices; ask in evaluation (model.eval())."
                 )
-        trace: RecSATrace | None = self.layers[0].self_attn.trace  # type: ignore[assignment]
         chunk = prefill_chunk_size or self.config.recsa_prefill_chunk
         in_chunks = (
             cache is not None and not torch.is_grad_enabled() and not (output_attentions or output_hidden_states)
@@ -496,8 +503,8 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
                     trace.begin()
                 states = source[:, part] if input_ids is None else self.embed_tokens(source[:, part])
                 all_states = all_weights = stepped = None
-                if self._takes_step(states, part_rows, cache, output_attentions or output_hidden_states, trace):
-                    stepped = self._step(states, part_rows, cache)
+                if part_rows.is_whole and part_rows.width == 1 and self._takes_step(states, cache, inside):
+                    stepped = self._step(states, part_rows, cache, replayed)
                 if stepped is not None:
                     states = stepped
                 else:
@@ -536,16 +543,14 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
         learning |= any(p.requires_grad and id(p) not in poolers for p in self.parameters())
         return SampledQueries(shares, frozen=not learning)
 
-    def _takes_step(self, states, rows, cache, outputs, trace) -> bool:
-        """Whether a new token a row may go through a `DecodingStep`; not where something asks to see inside."""
+    def _takes_step(self, states, cache, inside: bool) -> bool:
+        """Whether a new token a row may go through a `DecodingStep`; not where something asks to see `inside`."""
         return (
             runs_kernels(self, self.config, states)
             and self.config.recsa_cuda_graph
             and cache is not None
             and bool(cache.get_seq_length())
-            and rows.is_whole
-            and rows.width == 1
-            and not (outputs or self.training or trace is not None)
+            and not (inside or self.training)
             and self.config.recsa_top_k is not None
             and self.config._attn_implementation == "sdpa"
             and states.dtype == cache.layers[0].dtype
@@ -556,20 +561,53 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
             and all(layer.history.lengths == cache.history.lengths for layer in cache.layers)
         )
 
-    def _step(self, states, rows, cache) -> torch.Tensor | None:
+    def _replay(self, states, cache) -> torch.Tensor | None:
+        """The captured step with a new token in each row; `None` where none is captured that fits.
+
+        The cache counts the tokens only when `_step` has found that they are meant; until then they lie past its end.
+        """
+        step = cache.step
+        if step is None or step.graph is None or not step.fits(self, cache, *self._read_by_step(states.device)):
+            return None
+        with launching_on(states.device):
+            step.begin(cache.lengths)
+            return step.replay(states)
+
+    def _read_by_step(self, device: torch.device) -> tuple[TreeGeometry, tuple[torch.Tensor, torch.Tensor]]:
+        geometry = TreeGeometry.from_config(self.config)
+        return geometry, rotary_tables(self.config, device, geometry.top_capacity)
+
+    def _step(self, states, rows, cache, stepped: torch.Tensor | None) -> torch.Tensor | None:
         """One token a row: the first time on a storage the kernels run as they are, then as one CUDA graph.
 
-        `None` where the model does not consist of plain modules.
+        `stepped` is what `_replay` gave where it ran already. Returns `None` where the model does not consist of plain
+        modules.
         """
-        geometry = TreeGeometry.from_config(self.config)
-        rope = rotary_tables(self.config, states.device, geometry.top_capacity)
-        again = cache.step is not None and cache.step.fits(self, cache, geometry, rope)
-        if not again:
-            cache.step = None
+        stepped = self._replay(states, cache) if stepped is None else stepped
+        if stepped is not None and not cache.step.still_right():
+            cache.step = stepped = None
+        if stepped is None:
+            stepped = self._first_steps(states, rows, cache)
+        if stepped is None:
+            return None
+        for cached in cache.layers:
+            cached.history.append(rows, 1)
+        layer: Any
+        for layer in self.layers[: self.config.num_hidden_layers]:
+            layer.self_attn.last_backend = "triton"  # also where a graph ran
+        self.backends = {"triton"}
+        return stepped
+
+    def _first_steps(self, states, rows, cache) -> torch.Tensor | None:
+        """The step before it is captured, and the one that captures it."""
+        read = self._read_by_step(states.device)
+        captures = states.device.type == "cuda"
+        if cache.step is None or not cache.step.fits(self, cache, *read):
+            cache.step, captures = None, False
             if not PlainModules.are_all(self, _STEP_MODULES):
                 return None
             cache.make_room(max(rows.lengths))
-            cache.step = DecodingStep(self, cache, geometry, rope)
+            cache.step = DecodingStep(self, cache, *read)
         step = cache.step
 
         def run(states):
@@ -577,23 +615,10 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
 
         with launching_on(states.device):
             step.begin(list(rows.starts))
-            if not again or states.device.type != "cuda":
-                states = run(states)
-            else:
-                if step.graph is None:
-                    step.capture(run, states.clone())
-                stepped = step.replay(states)
-                if not step.still_right():
-                    cache.step = None
-                    return self._step(states, rows, cache)
-                states = stepped
-        for cached in cache.layers:
-            cached.history.append(rows, 1)
-        layer: Any
-        for layer in self.layers[: self.config.num_hidden_layers]:
-            layer.self_attn.last_backend = "triton"  # also where a graph ran
-        self.backends = {"triton"}
-        return states
+            if not captures:
+                return run(states)
+            step.capture(run, states.clone())
+            return step.replay(states)
 
     def _run(self, states, rows, cache, output_attentions, output_hidden_states, step=None, sampled=None):
         """All layers and the last norm over one chunk."""

@@ -224,15 +224,11 @@ class RowHistory:
         return torch.where(mask, mask.cumsum(1) - 1, -1)
 
 
-def rows_of_batch(
-    batch: int,
-    width: int,
-    attention_mask: torch.Tensor | None = None,
-    position_ids: torch.Tensor | None = None,
-    cu_seq_lens: torch.Tensor | None = None,
-    history: RowHistory | None = None,
-) -> Rows:
-    """Reads the sequences out of what callers pass to `forward`.
+class PendingRows:
+    """The sequences in what callers pass to `forward`, in two halves.
+
+    Making one checks shapes and sends what lies on a GPU on its way to the host, behind the work that is queued there;
+    `read` waits for that and no longer. What is launched in between runs meanwhile.
 
     Args:
         batch: B.
@@ -244,72 +240,94 @@ def rows_of_batch(
         history: the cache's, where there is one.
 
     Raises:
-        ValueError: for a mask of another shape, a mask that disagrees with the cache, position ids with gaps, packed
-            documents together with a filled cache, or inputs of another batch size than the cache's.
+        ValueError: for a mask or position ids of another shape, or inputs of another batch size than the cache's.
     """
-    history = history or RowHistory()
-    seen = history.columns
-    if seen and len(history.lengths) != batch:
-        raise ValueError(
-            f"input_ids: batch of {batch}, but the cache holds {len(history.lengths)} rows; "
-            "use cache.batch_repeat_interleave or cache.batch_select_indices to match them."
-        )
-    starts = list(history.lengths) if seen else [0] * batch
-    if position_ids is not None and tuple(position_ids.shape) not in ((batch, width), (1, width)):
-        raise ValueError(f"position_ids: shape {tuple(position_ids.shape)}, expected {(batch, width)}.")
-    tokens, position_ids = _token_columns(batch, width, attention_mask, position_ids, history)
-    first = _document_starts(batch, width, tokens, position_ids, cu_seq_lens)
-    if first is None:
-        whole = Rows.whole(batch, width, starts)
-        rows = whole if tokens is None else Rows.from_columns(_row_numbers(tokens), starts)
-        if position_ids is not None:
-            rows.offsets = _offsets(position_ids.expand(batch, width), tokens, starts, history)
-        return rows
-    if seen:
-        raise ValueError("position_ids: packed documents cannot continue a filled cache; run them without one.")
-    mask = tokens if tokens is not None else torch.ones(batch, width, dtype=torch.bool)
-    sequence = first.flatten().cumsum(0).view(batch, width) - 1
-    sequence = torch.where(mask, sequence, -1)
-    return Rows.from_columns(sequence, [0] * int(first.sum()))
+
+    def __init__(
+        self,
+        batch: int,
+        width: int,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        cu_seq_lens: torch.Tensor | None = None,
+        history: RowHistory | None = None,
+    ):
+        self._shape = batch, width
+        self._mask, self._cu_seq_lens, self._history = attention_mask, cu_seq_lens, history or RowHistory()
+        seen = self._history.columns
+        if seen and len(self._history.lengths) != batch:
+            raise ValueError(
+                f"input_ids: batch of {batch}, but the cache holds {len(self._history.lengths)} rows; "
+                "use cache.batch_repeat_interleave or cache.batch_select_indices to match them."
+            )
+        if position_ids is not None and tuple(position_ids.shape) not in ((batch, width), (1, width)):
+            raise ValueError(f"position_ids: shape {tuple(position_ids.shape)}, expected {(batch, width)}.")
+        sent = {} if position_ids is None else {"positions": position_ids}
+        if attention_mask is not None:
+            if not isinstance(attention_mask, torch.Tensor) or attention_mask.dim() != 2:
+                raise ValueError(
+                    "attention_mask: RecSA takes a 2D mask [batch, columns] of padding only; 4D masks, block masks "
+                    "and mask dictionaries would fix what a query reads, which is what the selection decides."
+                )
+            if attention_mask.shape != (batch, seen + width):
+                raise ValueError(
+                    f"attention_mask: shape {tuple(attention_mask.shape)}, expected {(batch, seen + width)} "
+                    f"({seen} cached columns + {width} new ones)."
+                )
+            sent["mask"] = attention_mask[:, seen:].ne(0)
+            # a decode step mostly repeats what it was given; counting writes nothing as long as the cache
+            sent["counts"] = attention_mask[:, :seen].count_nonzero(1)
+        self._sent = _Sent(sent)
+
+    def read(self) -> Rows:
+        """Waits for the inputs.
+
+        Raises:
+            ValueError: for a mask that disagrees with the cache, position ids with gaps, or packed documents together
+                with a filled cache.
+        """
+        (batch, width), history = self._shape, self._history
+        sent = self._sent.arrived()
+        position_ids, tokens = sent.get("positions"), None
+        if "mask" in sent:
+            if history.columns and (width > 1 or sent["counts"].tolist() != history.lengths):
+                history.check_mask(self._mask)
+            tokens = None if bool(sent["mask"].all()) else sent["mask"].bool()
+        starts = list(history.lengths) if history.columns else [0] * batch
+        first = _document_starts(batch, width, tokens, position_ids, self._cu_seq_lens)
+        if first is None:
+            whole = Rows.whole(batch, width, starts)
+            rows = whole if tokens is None else Rows.from_columns(_row_numbers(tokens), starts)
+            if position_ids is not None:
+                rows.offsets = _offsets(position_ids.expand(batch, width), tokens, starts, history)
+            return rows
+        if history.columns:
+            raise ValueError("position_ids: packed documents cannot continue a filled cache; run them without one.")
+        mask = tokens if tokens is not None else torch.ones(batch, width, dtype=torch.bool)
+        sequence = first.flatten().cumsum(0).view(batch, width) - 1
+        sequence = torch.where(mask, sequence, -1)
+        return Rows.from_columns(sequence, [0] * int(first.sum()))
 
 
-def _token_columns(
-    batch: int,
-    width: int,
-    attention_mask: torch.Tensor | None,
-    position_ids: torch.Tensor | None,
-    history: RowHistory,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The new columns that hold a token, `[B, T]` bool, `None` where all do; and the position ids; on the host."""
-    positions = [] if position_ids is None else [position_ids]
-    if attention_mask is None:
-        return None, next(iter(_on_host(*positions)), None)
-    if not isinstance(attention_mask, torch.Tensor) or attention_mask.dim() != 2:
-        raise ValueError(
-            "attention_mask: RecSA takes a 2D mask [batch, columns] of padding only; 4D masks, block masks and mask "
-            "dictionaries would fix what a query reads, which is what the selection decides."
-        )
-    seen = history.columns
-    if attention_mask.shape != (batch, seen + width):
-        raise ValueError(
-            f"attention_mask: shape {tuple(attention_mask.shape)}, expected {(batch, seen + width)} "
-            f"({seen} cached columns + {width} new ones)."
-        )
-    counts = attention_mask[:, :seen].count_nonzero(1)
-    mask, counts, *positions = _on_host(attention_mask[:, seen:].ne(0), counts, *positions)
-    # a decode step mostly repeats what it was given; counting writes nothing as long as the cache
-    if seen and (width > 1 or counts.tolist() != history.lengths):
-        history.check_mask(attention_mask)
-    return (None if bool(mask.all()) else mask.bool()), next(iter(positions), None)
+class _Sent:
+    """Small tensors of integers on their way to the host; in one copy where they share a GPU, as each costs."""
 
+    def __init__(self, tensors: dict[str, torch.Tensor]):
+        self._tensors = tensors
+        self._event: torch.cuda.Event | None = None
+        devices = {tensor.device for tensor in tensors.values()}
+        if len(devices) == 1 and (device := devices.pop()).type == "cuda":
+            flat = torch.cat([tensor.flatten() for tensor in tensors.values()])
+            self._flat = flat.to("cpu", non_blocking=True)
+            self._event = torch.cuda.current_stream(device).record_event()
 
-def _on_host(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Small tensors of integers on the host; from one device in one copy, since each waits for the device."""
-    if len(tensors) == 1 or any(tensor.device != tensors[0].device for tensor in tensors):
-        return [tensor.cpu() for tensor in tensors]
-    flat = torch.cat([tensor.flatten() for tensor in tensors]).cpu() if tensors else torch.empty(0)
-    parts = flat.split([tensor.numel() for tensor in tensors])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+    def arrived(self) -> dict[str, torch.Tensor]:
+        """The tensors on the host, in the shapes they had; booleans may have become integers."""
+        if self._event is None:
+            return {name: tensor.cpu() for name, tensor in self._tensors.items()}
+        self._event.synchronize()
+        parts = self._flat.split([tensor.numel() for tensor in self._tensors.values()])
+        return {name: p.view(t.shape) for p, (name, t) in zip(parts, self._tensors.items(), strict=True)}
 
 
 def _document_starts(

@@ -10,11 +10,17 @@ import oracle
 from conftest import RELATIVE_RMS, relative_rms
 from recsa_qwen3 import Levels, RecSAPooler, TreeGeometry, build_levels, recsa_attention
 from recsa_qwen3.attention_recsa_qwen3 import RecSAOutput
+from recsa_qwen3.rows_recsa_qwen3 import PendingRows, Rows
 
 # (r, k, s, M)
 GEOMETRIES = [(2, 2, 0, 4), (4, 2, 0, 8), (4, 4, 1, 16), (4, 4, 1, 48), (8, 4, 1, 32)]
 # Largest importance by which a chosen candidate may lie below one left out, for float32 against float64.
 IMPORTANCE_GAP = 1e-5
+
+
+def rows_of_batch(*arguments, **named) -> Rows:
+    """The sequences of a batch, waited for at once."""
+    return PendingRows(*arguments, **named).read()
 
 
 @contextmanager

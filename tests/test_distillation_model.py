@@ -7,11 +7,12 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 import oracle
 from conftest import DENSE, TINY, random_ids, relative_rms, tiny_config, tiny_model
+from operands import rows_of_batch
 from recsa_qwen3 import Recall, RecSAQwen3ForCausalLM, RecSAQwen3ForSequenceClassification, needle_recall, recsa_trace
 from recsa_qwen3.attention_recsa_qwen3 import rotary_tables
 from recsa_qwen3.configuration_recsa_qwen3 import TRAINED_TOKENS
 from recsa_qwen3.distillation_recsa_qwen3 import distillation_loss, far_scores, queries_at, teacher_tables
-from recsa_qwen3.rows_recsa_qwen3 import Rows, rows_of_batch
+from recsa_qwen3.rows_recsa_qwen3 import Rows
 from recsa_qwen3.sampling_recsa_qwen3 import POOL, SampledQueries, Share, draw_queries
 from recsa_qwen3.tree_recsa_qwen3 import TreeGeometry
 from test_model import stock_twin

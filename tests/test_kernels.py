@@ -13,6 +13,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 from conftest import DENSE, RELATIVE_RMS, random_ids, relative_rms, tiny_model
 from operands import Case, check_case, importance_gap, make_case, recorded_walks, selections_of, strided
 from recsa_qwen3 import Levels, RecSACache, RecSAPooler, attention_recsa_qwen3, recsa_trace
+from recsa_qwen3.rows_recsa_qwen3 import Rows
+from recsa_qwen3.step_recsa_qwen3 import DecodingStep
 from recsa_qwen3.tree_recsa_qwen3 import Nodes, build_nodes
 
 kernels_walk = pytest.importorskip("recsa_qwen3.kernels_walk_recsa_qwen3")
@@ -418,6 +420,67 @@ def test_a_step_never_answers_for_an_edited_model(edit, monkeypatch):
             stepped = model(token, cache=cache).logits
             model.config.recsa_cuda_graph = False
             torch.testing.assert_close(stepped, model(token, cache=other).logits, rtol=0, atol=1e-4)
+
+
+@pytest.fixture
+def replays(monkeypatch) -> list[DecodingStep]:
+    """The steps replayed so far; without a GPU a replay runs what it would have captured."""
+    replayed, on_gpu = [], DecodingStep.replay
+
+    def replay(step, states):
+        replayed.append(step)
+        if DEVICE == "cuda":
+            return on_gpu(step, states)
+        rows = Rows.whole(len(states), 1, step._known)
+        result = step._model._run(states, rows, None, False, False, step)[0]
+        step.lengths += 1
+        step._known = [length + 1 for length in step._known]
+        return result
+
+    monkeypatch.setattr(DecodingStep, "replay", replay)
+    return replayed
+
+
+@pytest.mark.parametrize("rows", [2, 1])
+def test_a_step_that_was_not_meant_counts_for_nothing(rows, replays):
+    """It is launched before the mask is read: padding and what is refused leave the cache as it was."""
+    model = stepping_model()
+    ids, width = random_ids(rows, 60).to(DEVICE), 40
+    caches = [RecSACache(model.config) for _ in range(2)]
+
+    def both(token: int, mask: torch.Tensor, **options) -> list[torch.Tensor]:
+        logits = []
+        for cache, step in zip(caches, (True, False), strict=True):
+            model.config.recsa_cuda_graph = step
+            logits.append(model(ids[:, token : token + 1], mask, cache=cache, **options).logits)
+        return [part[mask[:, -1].bool()] for part in logits]
+
+    with torch.no_grad():
+        mask = torch.ones(rows, width, dtype=torch.long, device=DEVICE)
+        for cache in caches:
+            model(ids[:, :width], mask, cache=cache)
+        logits = []
+        for token in range(width, width + 16):
+            if token == width + 3:
+                step = caches[0].step
+                step.graph = step.graph or True
+                replays.clear()
+                for wrong in (1 - F.pad(mask, (0, 1)), mask):
+                    with pytest.raises(ValueError, match="attention_mask"):
+                        both(token, wrong)
+                with pytest.raises(ValueError, match="position_ids"):
+                    both(token, F.pad(mask, (0, 1), value=1), position_ids=torch.full((rows, 1), 7, device=DEVICE))
+                assert len(replays) == 2  # a mask of another shape launches nothing
+            padding = token in (width + 4, width + 9)
+            mask = F.pad(mask, (0, 1), value=1)
+            if padding:
+                mask[0, -1] = 0  # with one row, a column of nothing
+            logits.append(both(token, mask))
+            assert caches[0].lengths == caches[1].lengths == mask.sum(1).tolist()
+        assert caches[0].step is step and len(replays) == 2 + 13
+    assert_most_agree(*(torch.cat(part) for part in zip(*logits, strict=True)), 1e-4)
+    for level in range(3):
+        torch.testing.assert_close(*(cache.layers[0].node_keys(level) for cache in caches), rtol=0, atol=1e-4)
 
 
 def test_parameters_need_not_be_contiguous():

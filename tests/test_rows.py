@@ -5,7 +5,8 @@ from random import Random
 import pytest
 import torch
 
-from recsa_qwen3.rows_recsa_qwen3 import RowHistory, Rows, rows_of_batch
+from operands import rows_of_batch
+from recsa_qwen3.rows_recsa_qwen3 import RowHistory, Rows
 
 torch.set_num_threads(1)
 
