@@ -465,11 +465,11 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
         inside = bool(output_attentions or output_hidden_states or trace is not None)
         history = cache.history if cache is not None else None
         pending = PendingRows(batch, width, attention_mask, position_ids, kwargs.get("cu_seq_lens_q"), history)
-        replayed = None
+        embedded = replayed = None
         if width == 1 and cache is not None and cache.step is not None:
             # the device computes the token while the host reads which rows it belongs to; `_step` says if it counts
-            states = source if input_ids is None else self.embed_tokens(source)
-            replayed = self._replay(states, cache) if self._takes_step(states, cache, inside) else None
+            embedded = source if input_ids is None else self.embed_tokens(source)
+            replayed = self._replay(embedded, cache) if self._takes_step(embedded, cache, inside) else None
         rows = pending.read()
         packed = len(rows.starts) != batch
         if packed and cache is not None:
@@ -501,9 +501,13 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
             for part, part_rows in reading(parts, batch, self.embed_tokens.weight.device):
                 if trace is not None:
                     trace.begin()
-                states = source[:, part] if input_ids is None else self.embed_tokens(source[:, part])
+                if embedded is not None:
+                    states = embedded
+                else:
+                    states = source[:, part] if input_ids is None else self.embed_tokens(source[:, part])
                 all_states = all_weights = stepped = None
-                if part_rows.is_whole and part_rows.width == 1 and self._takes_step(states, cache, inside):
+                one_each = part_rows.is_whole and part_rows.width == 1
+                if one_each and (replayed is not None or self._takes_step(states, cache, inside)):
                     stepped = self._step(states, part_rows, cache, replayed)
                 if stepped is not None:
                     states = stepped
@@ -562,12 +566,15 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
         )
 
     def _replay(self, states, cache) -> torch.Tensor | None:
-        """The captured step with a new token in each row; `None` where none is captured that fits.
+        """The captured step with a new token in each row; `None` where none is captured.
 
-        The cache counts the tokens only when `_step` has found that they are meant; until then they lie past its end.
+        A step that does not fit is dropped. The cache counts the tokens only when `_step` has found that they are
+        meant; until then they lie past its end.
         """
         step = cache.step
-        if step is None or step.graph is None or not step.fits(self, cache, *self._read_by_step(states.device)):
+        if step is not None and not step.fits(self, cache, *self._read_by_step(states.device)):
+            cache.step = step = None
+        if step is None or step.graph is None:
             return None
         with launching_on(states.device):
             step.begin(cache.lengths)
@@ -599,15 +606,13 @@ class RecSAQwen3Model(RecSAQwen3PreTrainedModel):
         return stepped
 
     def _first_steps(self, states, rows, cache) -> torch.Tensor | None:
-        """The step before it is captured, and the one that captures it."""
-        read = self._read_by_step(states.device)
-        captures = states.device.type == "cuda"
-        if cache.step is None or not cache.step.fits(self, cache, *read):
-            cache.step, captures = None, False
+        """The step before it is captured, and the one that captures it; `_replay` has found that it fits."""
+        captures = states.device.type == "cuda" and cache.step is not None
+        if cache.step is None:
             if not PlainModules.are_all(self, _STEP_MODULES):
                 return None
             cache.make_room(max(rows.lengths))
-            cache.step = DecodingStep(self, cache, *read)
+            cache.step = DecodingStep(self, cache, *self._read_by_step(states.device))
         step = cache.step
 
         def run(states):
